@@ -80,6 +80,10 @@ class Work:
         self._future.add_done_callback(run)
         return follow
 
+    def on_done(self, fn: Callable[[], Any]) -> None:
+        """Calls `fn()` once the work has ended, well or not; at once if it has already."""
+        self._future.add_done_callback(lambda _: fn())
+
     def finish(self, value: Any = None) -> None:
         self._future.set_result(value)
 

@@ -1,0 +1,63 @@
+"""Refuses a Hugging Face model that does not fit before its weights are loaded."""
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+import torch
+
+from lohan_ds.config import parse
+from lohan_ds.offload import plan_run
+
+logger = logging.getLogger(__name__)
+_building = threading.local()
+
+
+def check_before_loading(model, config) -> None:
+    """Called as the construction of `model` (a PreTrainedModel) begins. Raises CapacityError with the plan's table.
+
+    Does nothing unless a lohan config is active under ZeRO-3. The model is built once more on the meta device to
+    count its bytes. With peft in use the frozen weights cannot be told yet: then only the weights are counted.
+    """
+    if getattr(_building, "active", False):
+        return
+    lohan_config, ds_config = _active_config()
+    if lohan_config is None:
+        return
+    twin = _on_meta(type(model), config)
+    if twin is None:
+        return
+    group = None if "peft" in sys.modules else 0
+    accumulation = ds_config.get("gradient_accumulation_steps", 1)
+    from deepspeed.accelerator import get_accelerator
+    device = torch.device(get_accelerator().current_device_name())
+    plan_run(twin, lohan_config, lambda p: group if p.requires_grad else None,
+             accumulation if isinstance(accumulation, int) else 1, device)
+
+
+def _active_config():
+    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+    if not is_deepspeed_zero3_enabled():
+        return None, None
+    ds_config = deepspeed_config()
+    if not ds_config or not ds_config.get("lohan"):
+        return None, None
+    return parse(ds_config), ds_config
+
+
+def _on_meta(model_class, config):
+    """The model without memory, or None when it cannot be built from its config alone."""
+    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+    _building.active = True
+    shutdown_init_context()
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except Exception as error:  # noqa: BLE001 - the check at deepspeed.initialize remains
+        logger.info("lohan could not size %s before loading it: %s", model_class.__name__, error)
+        return None
+    finally:
+        restore_init_context()
+        _building.active = False
+

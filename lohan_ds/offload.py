@@ -1,0 +1,207 @@
+"""`Offload`: everything one run keeps off the accelerator, put together in the right order and closed in one place."""
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from lohan_ds.block import Block, chunk_numel_for
+from lohan_ds.config import LohanConfig
+from lohan_ds.memory.budget import MemoryBudget, available_host_bytes
+from lohan_ds.memory.pinned_pool import PinnedPool
+from lohan_ds.model_blocks import ModelBlocks, split_into_blocks
+from lohan_ds.planner.search import PlanRequest, make_plan, plan_table
+from lohan_ds.profile import Budgets, ModelSize
+from lohan_ds.runtime.gradient_pipeline import GradientPipeline
+from lohan_ds.runtime.param_streamer import ParamStreamer
+from lohan_ds.runtime.streams import Streams, make_streams
+from lohan_ds.store.block_store import BlockStore
+from lohan_ds.store.filenames import run_dir_name
+from lohan_ds.store.ssd_io import ThreadSsdIo
+
+logger = logging.getLogger(__name__)
+_DEFAULT_CHUNK_BYTES = 16 << 20
+
+
+class Offload:
+    """Owns pool, store, streams, gradient pipeline and parameter streamer of one engine.
+
+    Built from the model's live parameters: their values move into the store, block by block, and the parameters
+    are released. `close()` ends all threads and removes all files; it is idempotent and safe at exit.
+    """
+
+    def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
+                 set_status=lambda param, available: None, streams: Streams | None = None,
+                 make_io=ThreadSsdIo):
+        self.device = device
+        self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
+        self.blocks = self.model_blocks.blocks
+        self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
+        self._closers: list = []
+        self._closed = False
+        try:
+            self._build(config, budgets, streams or make_streams(device), make_io, set_status)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, config: LohanConfig, budgets: Budgets, streams: Streams, make_io, set_status) -> None:
+        self.streams = streams
+        self._closers.append(streams.close)
+        self.budget = MemoryBudget("host", budgets.host_bytes)
+        self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
+        self._closers.append(self.pool.close)
+        self.io, run_dirs = None, []
+        if "ssd" in self.plan.param_tier + self.plan.state_tier:
+            self.io = make_io(config.ssd_threads or 4)
+            run_dirs = [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
+                        for path in config.ssd_paths]
+        self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs)
+        self._closers.append(self.store.close)
+        for block, params in zip(self.blocks, self.model_blocks.params):
+            self.store.write_initial(block.index, _take_values(block, params))
+        self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool)
+        self._closers.append(self.gradients.close)
+        take_staging = None if streams.unified else (lambda nbytes: self.pool.alloc(nbytes, "parameter staging"))
+        self.streamer = ParamStreamer(self.model_blocks.units, self.blocks, self.model_blocks.params, self.store,
+                                      self.streams, self.device, self.plan.prefetch_depth, take_staging,
+                                      self._on_edit, self.gradients.check, set_status)
+        self.streamer.attach()
+        self._closers.append(self.streamer.detach)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for closer in reversed(self._closers):
+            try:
+                closer()
+            except Exception:  # noqa: BLE001 - the others must be closed too
+                logger.exception("while closing")
+
+    # -- values by parameter -------------------------------------------------------------------------------------
+
+    def place_of(self, param: nn.Parameter) -> tuple[int, int]:
+        """(block, slot) of a live parameter."""
+        block = param.lohan_block
+        return block, next(s for s, p in enumerate(self.model_blocks.params[block]) if p is param)
+
+    def read(self, block_index: int, slot: int, kind: str) -> Tensor:
+        """A copy of one parameter's `param`, `master`, `exp_avg` or `exp_avg_sq`, in its shape, on the host."""
+        block = self.blocks[block_index]
+        info = block.slots[slot]
+        dtype = getattr(torch, block.dtype) if kind == "param" else torch.float32
+        out = torch.empty(info.numel, dtype=dtype)
+        self.store.read_array(block_index, kind, info.offset, out)
+        return out.view(info.shape)
+
+    def write(self, block_index: int, slot: int, kind: str, values: Tensor) -> None:
+        """Overwrites one array of one parameter; a new master also gives the parameter its new value."""
+        block = self.blocks[block_index]
+        info = block.slots[slot]
+        if values.numel() != info.numel:
+            raise ValueError(f"{kind} of {info.name}: got {values.numel()} elements, needed {info.numel}")
+        self.streamer.invalidate(block_index)
+        values = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32)
+        if kind == "param":
+            kind, values = "master", values.to(getattr(torch, block.dtype)).float()
+        if kind == "master":
+            if not block.trainable or not block.has_separate_master:
+                self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
+                return
+            self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
+        self.store.write_array(block_index, kind, info.offset, values)
+
+    def _on_edit(self, block_index: int, slot: int, values: Tensor) -> None:
+        """User code changed a resident parameter. Where it did, the master follows; elsewhere it keeps its precision."""
+        block = self.blocks[block_index]
+        info = block.slots[slot]
+        if block.trainable and block.has_separate_master:
+            old = self.read(block_index, slot, "param").reshape(-1)
+            master = self.read(block_index, slot, "master").reshape(-1)
+            changed = old.view(torch.int16) != values.view(torch.int16)
+            self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
+        self.store.write_array(block_index, "param", info.offset, values)
+
+    def stats(self) -> dict[str, int]:
+        """Bytes so far: read from and written to the SSDs; bytes at rest on host and SSD; peak of the host pool."""
+        return {"ssd_bytes_read": self.store.bytes_read, "ssd_bytes_written": self.store.bytes_written,
+                "host_bytes": self.budget.used_bytes, "host_peak_bytes": self.budget.peak_bytes,
+                "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched}
+
+
+def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
+             device: torch.device) -> tuple[ModelBlocks, object, Budgets]:
+    """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
+    works on meta tensors."""
+    chunk_bytes = config.chunk_bytes or _DEFAULT_CHUNK_BYTES
+    model_blocks = split_into_blocks(model, group_of, chunk_numel_for(chunk_bytes))
+    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)))
+    request = PlanRequest(config.param_tier, config.optimizer_tier, config.update or "deferred",
+                          config.prefetch_depth, config.chunk_bytes, accumulation)
+    plan, blocks = make_plan(_model_size(model_blocks), request, budgets)
+    return model_blocks._replace(blocks=blocks), plan, budgets
+
+
+def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int) -> Budgets:
+    """What each tier offers. `model_bytes`: of the model's own tensors in RAM, which give way to the store."""
+    unified = device.type == "cpu"
+    if config.host_memory:
+        host, host_source = config.host_memory, "lohan.host_memory"
+    else:
+        host, host_source = int(0.9 * (available_host_bytes() + model_bytes)), "90 % of the RAM available"
+    if config.device_memory:
+        on_device, device_source = config.device_memory, "lohan.device_memory"
+    elif unified:
+        on_device, device_source = host, host_source
+    else:
+        on_device, device_source = int(0.9 * torch.cuda.mem_get_info(device)[0]), "90 % of the free device memory"
+    ssd, ssd_source = 0, "no lohan.ssd_paths"
+    if config.ssd_paths:
+        free = sum(shutil.disk_usage(path).free for path in _one_per_file_system(config.ssd_paths))
+        ssd, ssd_source = int(0.95 * free), "95 % of the free space of lohan.ssd_paths"
+        if config.ssd_space:
+            ssd, ssd_source = config.ssd_space, "lohan.ssd_space"
+    return Budgets(host, on_device, ssd, unified, host_source, device_source, ssd_source)
+
+
+def _one_per_file_system(paths: Sequence[str]) -> list[str]:
+    return list({os.stat(path).st_dev: path for path in paths}.values())
+
+
+def device_needs_pinning(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _model_size(model_blocks: ModelBlocks) -> ModelSize:
+    largest = max((slot.numel for block in model_blocks.blocks for slot in block.slots), default=0)
+    return ModelSize(model_blocks.blocks, tuple(unit.blocks for unit in model_blocks.units), largest)
+
+
+def _values_of(param: nn.Parameter) -> Tensor:
+    """The tensor that holds a parameter's values before the store does: ZeRO-3's partition or its own data."""
+    return param.ds_tensor if getattr(param, "ds_tensor", None) is not None else param.data
+
+
+def _tensors_in_memory(model_blocks: ModelBlocks) -> list[Tensor]:
+    return [t for members in model_blocks.params for t in map(_values_of, members) if t.device.type == "cpu"]
+
+
+def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
+    """(numel,) the block's initial values, gaps zero; frees the parameters' own memory as it goes."""
+    flat = torch.zeros(block.numel, dtype=getattr(torch, block.dtype))
+    for slot, param in zip(block.slots, params):
+        source = _values_of(param)
+        flat[slot.offset:slot.offset + slot.numel].copy_(source.detach().reshape(-1)[:slot.numel])
+        source.data = torch.empty(0, dtype=source.dtype, device=source.device)
+    return flat
+
+
+def process_rss_bytes() -> int:
+    return psutil.Process().memory_info().rss

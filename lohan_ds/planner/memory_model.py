@@ -1,0 +1,122 @@
+"""Bytes each tier needs under a plan, item by item, and the table that shows them. No torch.
+
+Not here: activations, logits and the user's own data. Those depend on the batch; the table says so.
+
+Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
+prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
+(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lohan_ds.block import DTYPE_BYTES, Block, round_up
+from lohan_ds.plan import OffloadPlan
+from lohan_ds.profile import Budgets, MemoryTier, ModelSize
+
+IO_ALIGN_BYTES = 4096
+MEMORY_TIERS: tuple[MemoryTier, ...] = ("host", "device", "ssd")
+NOT_INCLUDED = "Not included: activations, logits and your own data; leave room for them in host and device memory."
+
+
+@dataclass(frozen=True)
+class Need:
+    """One item of what a plan needs."""
+    tier: MemoryTier
+    what: str
+    nbytes: int
+
+
+def needs(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
+    """Every item of more than 0 bytes. With `unified`, device items are charged to the host.
+
+    Chunk sizes come from `plan.chunk_numel`, not from the blocks, so a plan can be weighed before blocks are
+    rebuilt. Grows with `prefetch_depth` and with `chunk_numel`, never shrinks; the search relies on that.
+    """
+    items = [*_at_rest(model, plan), *_for_update(model, plan), *_for_compute(model, plan, unified)]
+    return [item for item in items if item.nbytes > 0]
+
+
+def total_bytes(items: list[Need]) -> dict[MemoryTier, int]:
+    """Bytes needed per tier; every tier is a key."""
+    return {tier: sum(item.nbytes for item in items if item.tier == tier) for tier in MEMORY_TIERS}
+
+
+def missing_bytes(items: list[Need], budgets: Budgets) -> dict[MemoryTier, int]:
+    """Bytes lacking per tier, 0 where the tier is big enough; every tier is a key."""
+    return {tier: max(0, needed - budgets.available_bytes(tier)) for tier, needed in total_bytes(items).items()}
+
+
+def _at_rest(model: ModelSize, plan: OffloadPlan) -> list[Need]:
+    """Parameters and optimizer state where they live between uses."""
+    items = []
+    for tier in ("host", "ssd"):
+        param_bytes = sum(b.param_bytes for b in model.blocks if plan.param_tier[b.index] == tier)
+        state_bytes = sum(b.state_bytes for b in model.blocks if plan.state_tier[b.index] == tier)
+        items += [Need(tier, "parameters", param_bytes), Need(tier, "optimizer state", state_bytes)]
+    return items
+
+
+def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
+    """Held gradients and the buffers of the pipeline read | Adam | write; all of it host memory."""
+    trainable = [b for b in model.blocks if b.trainable]
+    gradients = sum(b.numel * (4 if plan.accumulate_fp32 else DTYPE_BYTES[b.dtype]) for b in trainable)
+    on_ssd = [b for b in trainable if "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
+    record_bytes = max((_chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
+    scratch_numel = max((min(plan.chunk_numel, b.numel) for b in trainable), default=0)
+    return [Need("host", "gradients held until the update", gradients),
+            Need("host", f"update buffers ({plan.num_chunk_buffers} chunks)", plan.num_chunk_buffers * record_bytes),
+            Need("host", "fp32 gradient of one chunk", scratch_numel * 4)]
+
+
+def _chunk_record_bytes(block: Block, chunk_numel: int) -> int:
+    """Bytes of the largest chunk's state arrays and params, as read from and written to the SSD."""
+    numel = min(chunk_numel, block.numel)
+    return (round_up(numel * 4 * len(block.state_kinds), IO_ALIGN_BYTES)
+            + round_up(numel * DTYPE_BYTES[block.dtype], IO_ALIGN_BYTES))
+
+
+def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
+    """Resident parameters, their staging buffers, and gradients on their way to the held ones.
+
+    Resident at once: the unit that computes, `prefetch_depth` ahead of it, 1 behind; never more than the whole
+    model, because units may share blocks. A gradient exists twice on a separate device (one being produced, one
+    being copied to the host), once where the memory is the host's.
+    """
+    device: MemoryTier = "host" if unified else "device"
+    num_resident = plan.prefetch_depth + 2
+    unit_bytes = sorted((sum(model.blocks[i].param_bytes for i in unit) for unit in model.units), reverse=True)
+    resident = min(sum(unit_bytes[:num_resident]), sum(b.param_bytes for b in model.blocks))
+    grad_bytes = model.largest_param_numel * max((DTYPE_BYTES[b.dtype] for b in model.blocks if b.trainable), default=0)
+    staging = 0 if unified else num_resident * max(b.param_bytes for b in model.blocks)
+    return [Need("host", f"staging buffers ({num_resident} blocks)", staging),
+            Need(device, f"resident parameters ({num_resident} units)", resident),
+            Need(device, "gradients of the largest parameter", grad_bytes * (1 if unified else 2))]
+
+
+def format_bytes(nbytes: int) -> str:
+    """"1.50 GB": decimal units, so that small models do not read as 0.00 GB."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def table(items: list[Need], budgets: Budgets) -> str:
+    """Needed against available, per tier: each item, the sum, where the budget comes from, and the verdict."""
+    totals, missing = total_bytes(items), missing_bytes(items, budgets)
+    rows = [("tier", "what", "needed", "available", "verdict")]
+    for tier in MEMORY_TIERS:
+        if tier == "device" and budgets.unified:
+            rows.append((tier, "is host memory, counted there", "", "", ""))
+            continue
+        rows += [(tier, item.what, format_bytes(item.nbytes), "", "") for item in items if item.tier == tier]
+        verdict = f"MISSING {format_bytes(missing[tier])}" if missing[tier] else "fits"
+        available = f"{format_bytes(budgets.available_bytes(tier))} ({budgets.source(tier)})"
+        rows.append((tier, "sum", format_bytes(totals[tier]), available, verdict))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = []
+    for row in rows:
+        cells = [row[i].rjust(widths[i]) if i == 2 else row[i].ljust(widths[i]) for i in range(5)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([*lines, NOT_INCLUDED])

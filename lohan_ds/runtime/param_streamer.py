@@ -1,0 +1,487 @@
+"""`ParamStreamer`: brings blocks of parameters to the accelerator when a module needs them, and drops them after.
+
+It owns the module hooks, so it is the clock of a step. It updates nothing.
+
+[Note: residency]
+A block is OFFLOADED -> FETCHING -> RESIDENT -> OFFLOADED. What is resident is decided at four moments: a unit's
+forward begins or ends, a unit's backward begins (its output's gradient has come), backward is over. Everything
+else is a safety net that makes a wrong prediction slow instead of wrong: an operation on a released parameter
+fetches its block (`released_parameter.py`), and so does unpacking a saved weight in backward.
+
+[Note: saved weights]
+Autograd saves weights, and views of them, for backward. Such a tensor would keep the block's buffer alive from
+forward to backward. The pack hook recognises tensors that lie in a resident block's buffer and saves (block,
+offset, size, stride) instead; unpacking fetches the block again. If the block was updated in between, the graph
+is stale and unpacking raises, as plain torch does for an in-place change.
+
+[Note: buffers]
+A fetched block lives in a buffer of its own. A buffer is used again only when nothing else refers to its
+storage, so a view that somebody kept stays valid and keeps its values.
+"""
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lohan_ds.block import Block
+from lohan_ds.errors import StepError
+from lohan_ds.runtime.released_parameter import mark_released, mark_resident
+from lohan_ds.runtime.streams import Streams
+from lohan_ds.store.block_store import BlockStore
+from lohan_ds.work import Work
+
+logger = logging.getLogger(__name__)
+_PAGE = 4096
+
+
+class Unit(NamedTuple):
+    """A module that runs forward as a whole, and the blocks its forward needs."""
+    name: str
+    module: nn.Module
+    blocks: tuple[int, ...]
+
+
+class Residency(enum.Enum):
+    OFFLOADED = 0
+    FETCHING = 1
+    RESIDENT = 2
+
+
+class SavedWeight(NamedTuple):
+    """What autograd keeps instead of a tensor that lies in a block's buffer."""
+    block: int
+    version: int              # of the block when it was saved
+    offset: int               # elements from the start of the block
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Residence:
+    """Where one block is right now. Touched by the training thread (and autograd's) under the streamer's lock."""
+
+    def __init__(self) -> None:
+        self.state = Residency.OFFLOADED
+        self.buffer: Tensor | None = None    # (numel,) block dtype, device
+        self.work: Work | None = None        # of the fetch; its result is an Event or None
+        self.version = 0                     # grows with every update and edit of the block
+        self.num_running = 0                 # units whose forward is running and needs it
+        self.num_gathered = 0                # GatheredParameters contexts that hold it
+        self.seen_versions: list[int] = []   # torch's in-place version of each parameter when fetched
+        self.looked_at = False               # its `.data` was handed out: in-place edits leave no trace
+
+
+class ParamStreamer:
+    """Fixed after construction: units, blocks, params. Everything else is under `_lock`.
+
+    `params[b][s]` is the live `nn.Parameter` of slot s of block b. `on_edit(block, slot, values)` is called with a
+    parameter's new values (flat, block dtype, device) when user code changed them while they were resident.
+    `check_background()` raises the first failure of background work.
+    """
+
+    def __init__(self, units: Sequence[Unit], blocks: Sequence[Block], params: Sequence[Sequence[nn.Parameter]],
+                 store: BlockStore, streams: Streams, device: torch.device, prefetch_depth: int,
+                 take_staging: Callable[[int], Tensor] | None,
+                 on_edit: Callable[[int, int, Tensor], None], check_background: Callable[[], None],
+                 set_status: Callable[[nn.Parameter, bool], None] = lambda param, available: None):
+        self._units, self._blocks, self._params = units, blocks, params
+        self._store, self._streams, self._device = store, streams, device
+        self._prefetch_depth = prefetch_depth
+        self._on_edit, self._check_background, self._set_status = on_edit, check_background, set_status
+        self._lock = threading.RLock()
+        self._residence = [_Residence() for _ in blocks]
+        self._block_of_storage: dict[int, int] = {}
+        self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
+        self._free: dict[int, list[Tensor]] = {}  # buffers by size in bytes, used again when nobody refers to them
+        self._staging = _StagingRing(take_staging, prefetch_depth + 2, max(b.param_bytes for b in blocks)) \
+            if take_staging is not None else None
+        self._next_unit: dict[tuple[bool, int], int] = {}   # (in backward, unit) -> the unit that followed it last time
+        self._last_unit: tuple[bool, int] | None = None
+        self._placeholders = [[_placeholder(slot.shape, getattr(torch, block.dtype), device) for slot in block.slots]
+                              for block in blocks]
+        self._handles: list = []
+        self.bytes_fetched = 0
+
+    # -- attaching ---------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Registers the module hooks and releases every parameter (their values must already be in the store)."""
+        for index, unit in enumerate(self._units):
+            self._handles.append(unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index),
+                                                                       prepend=True))
+            self._handles.append(unit.module.register_forward_hook(functools.partial(self._post_forward, index),
+                                                                   always_call=True))
+            self._next_unit.setdefault((False, index), index + 1)
+            self._next_unit.setdefault((True, index + 1), index)
+        for block_index, block_params in enumerate(self._params):
+            for param in block_params:
+                param.lohan_access = self._access
+                param.lohan_block = block_index
+            self._drop(block_index)
+
+    def detach(self) -> None:
+        """Removes the hooks. Released parameters stay released: their values live in the store."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        with self._lock:
+            self._free.clear()
+            if self._staging is not None:
+                self._staging.drain()
+
+    # -- the moments -------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, index: int, module: nn.Module, args) -> None:
+        with self._lock:
+            for b in self._units[index].blocks:
+                self._residence[b].num_running += 1
+            self._enter(index)
+
+    def _post_forward(self, index: int, module: nn.Module, args, output) -> None:
+        with self._lock:
+            for b in self._units[index].blocks:
+                self._residence[b].num_running -= 1
+            if _in_backward():
+                return  # a recompute: the unit's backward follows, and it is released when the next one begins
+            following = self._following(index)
+            needed_soon = {b for unit in following for b in self._units[unit].blocks}
+            is_last = not following and torch.is_grad_enabled()  # its backward comes next
+            for b in self._units[index].blocks:
+                if not is_last and b not in needed_soon:
+                    self._release(b)
+        if torch.is_grad_enabled() and output is not None:
+            outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            if outputs:
+                torch.autograd.graph.register_multi_grad_hook(
+                    outputs, functools.partial(self._pre_backward, index), mode="any")
+
+    def _pre_backward(self, index: int, grad: Tensor) -> None:
+        with self._lock:
+            self._enter(index)
+
+    def end_backward(self) -> None:
+        """Backward is over: nothing is needed until the next forward."""
+        with self._lock:
+            self._keep_only(set())
+            self._last_unit = None
+
+    def release_all(self) -> None:
+        """Ahead of an update: writes back edits and drops every block. Raises StepError inside GatheredParameters."""
+        with self._lock:
+            held = [self._blocks[i].name for i, r in enumerate(self._residence) if r.num_gathered]
+            if held:
+                raise StepError(f"step() inside GatheredParameters of block {held[0]}: leave the context first")
+            for b, residence in enumerate(self._residence):
+                residence.num_running = 0
+                self._forget(b)
+            self._accessed.clear()
+            self._last_unit = None
+
+    def reset(self) -> None:
+        """After an exception in forward or backward: as if no forward had begun."""
+        with self._lock:
+            for residence in self._residence:
+                residence.num_running = 0
+            self._keep_only(set())
+            self._last_unit = None
+
+    def prefetch_first(self) -> None:
+        """Starts fetching what the next forward needs first."""
+        with self._lock:
+            for index in range(min(1 + self._prefetch_depth, len(self._units))):
+                self._start_unit(index)
+
+    def block_changed(self, block_index: int) -> None:
+        """The block is about to be updated: graphs saved before are stale."""
+        with self._lock:
+            self._residence[block_index].version += 1
+
+    def invalidate(self, block_index: int) -> None:
+        """Ahead of a write to the block's values in the store. Raises StepError while a forward or a context uses it."""
+        with self._lock:
+            self._forget(block_index)
+            residence = self._residence[block_index]
+            if residence.state is not Residency.OFFLOADED:
+                raise StepError(f"block {self._blocks[block_index].name} is in use by a running forward or a "
+                                "GatheredParameters context; change its values after that")
+            residence.version += 1
+
+    def _enter(self, index: int) -> None:
+        """A unit is about to compute: makes it resident, starts the next ones, drops what is not needed."""
+        self._check_background()
+        backward = _in_backward()
+        if self._last_unit is not None and self._last_unit[0] == backward and self._last_unit[1] != index:
+            self._next_unit[self._last_unit] = index
+        self._last_unit = (backward, index)
+        following = self._following(index)
+        keep = {b for unit in (index, *following) for b in self._units[unit].blocks}
+        self._keep_only(keep)
+        for unit in (index, *following):
+            self._start_unit(unit, demand=unit == index)
+        for b in self._units[index].blocks:
+            self._finish(b)
+
+    def _following(self, index: int) -> list[int]:
+        """The units that came after this one last time, nearest first, at most prefetch_depth."""
+        backward, units, unit = _in_backward(), [], index
+        for _ in range(self._prefetch_depth):
+            unit = self._next_unit.get((backward, unit), -1)
+            if not 0 <= unit < len(self._units) or unit in units or unit == index:
+                break
+            units.append(unit)
+        return units
+
+    # -- one block ---------------------------------------------------------------------------------------------
+
+    def _start_unit(self, index: int, demand: bool = False) -> None:
+        for b in self._units[index].blocks:
+            self._start(b, demand)
+
+    def _start(self, b: int, demand: bool) -> None:
+        residence = self._residence[b]
+        if residence.state is not Residency.OFFLOADED:
+            return
+        if self._staging is not None and not demand and not self._staging.has_free():
+            return  # prefetch slows down, it never waits
+        block = self._blocks[b]
+        buffer = self._take_buffer(block)
+        if self._staging is None:
+            work = self._store.read_params(b, buffer)
+        else:
+            raw = self._staging.take()
+            staging = raw[:block.param_bytes].view(buffer.dtype)
+            mark = self._streams.compute_mark()
+            work = self._store.read_params(b, staging).then(
+                lambda _: self._streams.h2d(buffer, staging, after=mark))
+            self._staging.in_use(raw, work)
+        residence.buffer, residence.work, residence.state = buffer, work, Residency.FETCHING
+        self.bytes_fetched += block.param_bytes
+
+    def _finish(self, b: int) -> None:
+        """Waits until the block may be computed with."""
+        residence = self._residence[b]
+        if residence.state is Residency.RESIDENT:
+            return
+        self._start(b, demand=True)
+        try:
+            event = residence.work.wait()
+        except BaseException:
+            residence.state, residence.work, residence.buffer = Residency.OFFLOADED, None, None
+            self._check_background()  # the first cause, if it is known
+            raise
+        if self._staging is not None:
+            event.compute_wait()
+        residence.work = None
+        buffer = residence.buffer
+        for slot, param in zip(self._blocks[b].slots, self._params[b]):
+            mark_resident(param, buffer[slot.offset:slot.offset + slot.numel].view(slot.shape))
+            self._set_status(param, True)
+        residence.seen_versions = [p._version for p in self._params[b]]
+        residence.looked_at = False
+        self._block_of_storage[buffer.untyped_storage().data_ptr()] = b
+        residence.state = Residency.RESIDENT
+
+    def _release(self, b: int) -> None:
+        """Drops a resident block unless a running unit or a GatheredParameters context holds it."""
+        residence = self._residence[b]
+        if residence.state is Residency.RESIDENT and not residence.num_running and not residence.num_gathered:
+            self._write_back_edits(b)
+            self._drop(b)
+
+    def _forget(self, b: int) -> None:
+        """Also drops a fetch that is under way."""
+        residence = self._residence[b]
+        if residence.state is Residency.FETCHING:
+            residence.work.wait()
+            residence.state, residence.work = Residency.OFFLOADED, None
+            self._give_buffer(residence.buffer)
+            residence.buffer = None
+        self._release(b)
+
+    def _drop(self, b: int) -> None:
+        residence = self._residence[b]
+        for param, placeholder in zip(self._params[b], self._placeholders[b]):
+            mark_released(param, placeholder)
+            self._set_status(param, False)
+        if residence.buffer is not None:
+            self._block_of_storage.pop(residence.buffer.untyped_storage().data_ptr(), None)
+            self._give_buffer(residence.buffer)
+        residence.buffer, residence.state = None, Residency.OFFLOADED
+
+    def _keep_only(self, keep: set[int]) -> None:
+        for b, residence in enumerate(self._residence):
+            if b in keep or residence.state is Residency.OFFLOADED:
+                continue
+            if residence.state is Residency.RESIDENT:
+                self._release(b)
+            elif residence.work.done() and residence.work.exception() is None:
+                self._forget(b)
+
+    def _take_buffer(self, block: Block) -> Tensor:
+        """(numel,) of the block's dtype on the device, 4096-aligned when it is host memory."""
+        dtype = getattr(torch, block.dtype)
+        if not self._streams.unified:
+            return torch.empty(block.numel, dtype=dtype, device=self._device)
+        waiting = self._free.get(block.param_bytes, [])
+        for i, raw in enumerate(waiting):
+            if torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:  # ours and the one just made to ask
+                del waiting[i]
+                return raw.view(dtype)
+        raw = torch.empty(block.param_bytes + _PAGE, dtype=torch.uint8)
+        start = -raw.data_ptr() % _PAGE
+        return raw[start:start + block.param_bytes].view(dtype)
+
+    def _give_buffer(self, buffer: Tensor) -> None:
+        if self._streams.unified:
+            waiting = self._free.setdefault(buffer.nbytes, [])
+            waiting.append(buffer.view(torch.uint8))
+            del waiting[:-(self._prefetch_depth + 3)]  # those that somebody keeps are his
+
+    # -- looks and edits from outside ----------------------------------------------------------------------------
+
+    def _access(self, params: Sequence[nn.Parameter], via_data: bool) -> None:
+        """Called by a released parameter whose values are wanted."""
+        wanted = {param.lohan_block for param in params}
+        self.fetch(wanted)
+        with self._lock:
+            for b in wanted:
+                self._residence[b].looked_at |= via_data
+                if b in self._accessed:
+                    self._accessed.remove(b)
+                self._accessed.append(b)
+            while len(self._accessed) > max(self._prefetch_depth + 2, len(wanted)):
+                self._release(self._accessed.popleft())
+
+    def fetch(self, block_indexes: Iterable[int]) -> None:
+        """Makes these blocks resident, waiting for their updates only."""
+        with self._lock:
+            self._check_background()
+            for b in block_indexes:
+                self._finish(b)
+
+    def gather(self, params: Sequence[nn.Parameter]) -> None:
+        """Holds the blocks of `params` resident until `ungather`."""
+        with self._lock:
+            self.fetch({p.lohan_block for p in params})
+            for param in params:
+                self._residence[param.lohan_block].num_gathered += 1
+
+    def ungather(self, params: Sequence[nn.Parameter], edited: bool) -> None:
+        """Ends a `gather`; `edited` says that values may have changed."""
+        with self._lock:
+            for param in params:
+                residence = self._residence[param.lohan_block]
+                residence.num_gathered -= 1
+                residence.looked_at |= edited
+            for b in {p.lohan_block for p in params}:
+                self._release(b)
+
+    def _write_back_edits(self, b: int) -> None:
+        """User code may change a parameter in place while it is resident; the store then gets the new values."""
+        residence, block = self._residence[b], self._blocks[b]
+        edits = []
+        for slot, (info, param, seen) in enumerate(zip(block.slots, self._params[b], residence.seen_versions)):
+            in_buffer = residence.buffer[info.offset:info.offset + info.numel]
+            values = param.data.reshape(-1)
+            moved = values.data_ptr() != in_buffer.data_ptr()
+            if not (moved or residence.looked_at or param._version != seen):
+                continue
+            stored = torch.empty(info.numel, dtype=in_buffer.dtype)
+            self._store.read_array(b, "param", info.offset, stored)
+            if values.shape != in_buffer.shape:
+                raise StepError(f"parameter {info.name} was replaced by a tensor of {values.numel()} elements, "
+                                f"{info.numel} needed; change values in place instead")
+            values = values.to(device="cpu", dtype=in_buffer.dtype)
+            if not torch.equal(values.view(torch.uint8), stored.view(torch.uint8)):
+                edits.append((slot, values.clone()))
+        for slot, values in edits:
+            self._on_edit(b, slot, values)
+        if edits:
+            residence.version += 1
+
+    # -- saved tensors -------------------------------------------------------------------------------------------
+
+    def saved_tensors_hooks(self):
+        """Context for a forward; see [Note: saved weights]."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor):
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return tensor
+        b = self._block_of_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        if b is None:
+            return tensor
+        buffer = self._residence[b].buffer
+        if buffer is None or tensor.dtype != buffer.dtype:
+            return tensor
+        return SavedWeight(b, self._residence[b].version, tensor.storage_offset() - buffer.storage_offset(),
+                           tensor.size(), tensor.stride())
+
+    def _unpack(self, saved):
+        if not isinstance(saved, SavedWeight):
+            return saved
+        with self._lock:
+            residence = self._residence[saved.block]
+            if residence.version != saved.version:
+                raise StepError(f"a weight of block {self._blocks[saved.block].name} that this backward needs was "
+                                "updated after its forward; run forward again after step()")
+            self._finish(saved.block)
+            buffer = residence.buffer
+            return buffer.as_strided(saved.size, saved.stride, buffer.storage_offset() + saved.offset)
+
+
+class _StagingRing:
+    """Pinned host buffers between store and device. A buffer is free again once its copy to the device has passed."""
+
+    def __init__(self, take: Callable[[int], Tensor], count: int, nbytes: int):
+        self._free = [take(nbytes) for _ in range(count)]   # (nbytes,) uint8, pinned host
+        self._in_use: deque[tuple[Tensor, Work]] = deque()  # oldest first; the Work's result is the copy's Event
+
+    def has_free(self) -> bool:
+        self._reclaim()
+        return bool(self._free)
+
+    def take(self) -> Tensor:
+        """A free buffer; waits for the oldest transfer when all are in use."""
+        self._reclaim()
+        while not self._free:
+            self._reclaim(wait=True)
+        return self._free.pop()
+
+    def in_use(self, buffer: Tensor, work: Work) -> None:
+        """`work` ends with the Event of the copy out of `buffer`, which is then free again."""
+        self._in_use.append((buffer, work))
+
+    def drain(self) -> None:
+        while self._in_use:
+            self._reclaim(wait=True)
+
+    def _reclaim(self, wait: bool = False) -> None:
+        while self._in_use:
+            raw, work = self._in_use[0]
+            if not wait and not (work.done() and (work.exception() is not None or work.wait().done())):
+                return
+            try:
+                work.wait().host_wait()
+            except Exception:  # noqa: BLE001 - whoever wanted the block is told
+                logger.debug("a fetch failed", exc_info=True)
+            self._in_use.popleft()
+            self._free.append(raw)
+            wait = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One NaN in the parameter's shape; each has a storage of its own, so that sharing is never guessed from it."""
+    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,113 @@
+"""`BlockFiles`: where on disk the chunks of one block lie; `run_directories`: the room for all of them.
+
+[Note: striping] Chunk c of block b lies in directory (b + c) % n of n, so that the chunks of a block, and the first
+chunks of all blocks, use all drives alike. In each directory a block has one file per kind, dense: chunk c is record
+c // n of its file. All chunks but a block's last have the same size, so a record starts at (c // n) * record bytes.
+A record holds `num_arrays` arrays of the chunk, one after the other.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+
+from lohan_ds.block import DTYPE_BYTES, Block, Chunk
+from lohan_ds.errors import CapacityError, StoreError
+from lohan_ds.plan import OffloadPlan
+from lohan_ds.store.filenames import block_file_name
+from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+
+GIB = 1 << 30
+
+
+class BlockFiles:
+    """The files of one kind ("params" or "state") of one block. Fixed after `open`; any thread."""
+
+    def __init__(self, block: Block, kind: str, num_dirs: int):
+        self.block = block
+        self.kind = kind
+        self.num_dirs = num_dirs
+        if kind == "params":
+            self.num_arrays, self.itemsize = 1, DTYPE_BYTES[block.dtype]
+        else:
+            self.num_arrays, self.itemsize = len(block.state_kinds), 4
+        self._files: list[SsdFile | None] = [None] * num_dirs
+
+    def nbytes_in(self, directory: int) -> int:
+        """Bytes of the file in the directory of that index."""
+        first = (directory - self.block.index) % self.num_dirs
+        numel = sum(chunk.numel for chunk in self.block.chunks[first::self.num_dirs])
+        return numel * self.num_arrays * self.itemsize
+
+    def open(self, io: ThreadSsdIo, run_dirs: Sequence[str]) -> None:
+        """Creates the files, none where a directory gets no chunk. StoreError from `io`; then call `close`."""
+        for index, run_dir in enumerate(run_dirs):
+            if nbytes := self.nbytes_in(index):
+                path = os.path.join(run_dir, block_file_name(self.block.index, self.kind))
+                self._files[index] = io.open(path, nbytes)
+
+    def close(self, io: ThreadSsdIo) -> None:
+        for file in self.files:
+            io.close_file(file)
+
+    @property
+    def files(self) -> list[SsdFile]:
+        return [file for file in self._files if file is not None]
+
+    def record(self, chunk: Chunk) -> tuple[SsdFile, int]:
+        """The file of a chunk's record and the byte offset where it starts."""
+        file = self._files[(self.block.index + chunk.index) % self.num_dirs]
+        record_bytes = self.block.chunk_numel * self.num_arrays * self.itemsize  # of every chunk before this one
+        return file, chunk.index // self.num_dirs * record_bytes
+
+    def ranges(self, array: int, start: int, numel: int) -> Iterator[tuple[SsdFile, int, int]]:
+        """(file, byte offset, bytes) of elements [start, start + numel) of one array, in order, cut at chunks."""
+        end = start + numel
+        for chunk in self.block.chunks[start // self.block.chunk_numel:]:
+            if chunk.start >= end:
+                return
+            first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
+            file, offset = self.record(chunk)
+            yield file, offset + (array * chunk.numel + first - chunk.start) * self.itemsize, (
+                (last - first) * self.itemsize)
+
+
+def required_ssd_bytes(blocks: Sequence[Block], plan: OffloadPlan) -> int:
+    """Bytes that a store of these blocks takes on all its SSD directories together."""
+    return sum((block.param_bytes if plan.param_tier[block.index] == "ssd" else 0)
+               + (block.state_bytes if plan.state_tier[block.index] == "ssd" else 0) for block in blocks)
+
+
+def make_run_dirs(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:
+    """Creates the directories, mode 0700, all or none. `needed_bytes`: of each directory's files.
+
+    StoreError if one exists or cannot be made, CapacityError with needed and free bytes if a drive has too little.
+    """
+    made = []
+    try:
+        for run_dir in run_dirs:
+            try:
+                os.makedirs(run_dir, mode=0o700)
+            except OSError as error:
+                raise StoreError(error.errno, f"cannot create the run directory: {error.strerror}", run_dir) from error
+            made.append(run_dir)
+        _check_free_space(run_dirs, needed_bytes)
+    except BaseException:
+        for run_dir in made:
+            os.rmdir(run_dir)
+        raise
+
+
+def _check_free_space(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:
+    needed_by_drive: dict[int, int] = {}
+    dir_by_drive: dict[int, str] = {}
+    for run_dir, needed in zip(run_dirs, needed_bytes):
+        drive = os.stat(run_dir).st_dev
+        needed_by_drive[drive] = needed_by_drive.get(drive, 0) + needed
+        dir_by_drive.setdefault(drive, run_dir)
+    for drive, needed in needed_by_drive.items():
+        free = shutil.disk_usage(dir_by_drive[drive]).free
+        if needed > free:
+            raise CapacityError(f"{dir_by_drive[drive]}: needed {needed} bytes ({needed / GIB:.3f} GiB) on this drive, "
+                                f"free {free} ({free / GIB:.3f} GiB); {needed - free} bytes are missing: free space, "
+                                f"add an SSD directory, or keep more blocks in host RAM")

@@ -1,0 +1,204 @@
+"""`BlockHome`: the bytes of one block, each kind either in host tensors or in files. It does not order operations.
+
+Used by BlockStore only, which sees to it that nobody reads what another writes.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lohan_ds.block import Block, Chunk, round_up
+from lohan_ds.memory.pinned_pool import PAGE_BYTES, PinnedPool
+from lohan_ds.plan import OffloadPlan
+from lohan_ds.store.block_files import BlockFiles
+from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.work import Work
+
+TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ChunkArrays(NamedTuple):
+    """What an update reads and writes of one chunk of n elements, to be changed in place."""
+    master: Tensor         # (n,) fp32, host
+    exp_avg: Tensor        # (n,) fp32, host
+    exp_avg_sq: Tensor     # (n,) fp32, host
+    params: Tensor | None  # (n,) block dtype, host: write only; None for float32 blocks, whose master it is
+
+
+class BlockHome:
+    """All fields but the tensors are fixed after `open`; any thread. Owns its host tensors and its files."""
+
+    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None, num_dirs: int):
+        self.block = block
+        self.dtype = TORCH_DTYPE[block.dtype]
+        self._pool = pool
+        self._io = io
+        params_on_ssd = plan.param_tier[block.index] == "ssd"
+        state_on_ssd = plan.state_tier[block.index] == "ssd" and block.trainable
+        self.param_files = BlockFiles(block, "params", num_dirs) if params_on_ssd else None
+        self.state_files = BlockFiles(block, "state", num_dirs) if state_on_ssd else None
+        self.params: Tensor | None = None  # (numel,) block dtype, host; None on SSD
+        self.state: list[Tensor] = []      # by state kind (numel,) fp32, host; empty on SSD
+
+    @property
+    def all_files(self) -> list[BlockFiles]:
+        return [files for files in (self.param_files, self.state_files) if files is not None]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the largest chunk's kinds that lie on SSD."""
+        numel = min(self.block.chunk_numel, self.block.numel)
+        return sum(numel * files.num_arrays * files.itemsize for files in self.all_files)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._host_tensors())
+
+    def open(self, run_dirs: Sequence[str]) -> None:
+        """Takes memory and disk space. CapacityError, StoreError: call `close` then, as always."""
+        block = self.block
+        if self.param_files is None:
+            self.params = self._pool.alloc(block.param_bytes, f"params of block {block.index}").view(self.dtype)
+        if self.state_files is None:
+            for kind in block.state_kinds:
+                array = self._pool.alloc(block.numel * 4, f"{kind} of block {block.index}")
+                self.state.append(array.view(torch.float32))
+        for files in self.all_files:
+            files.open(self._io, run_dirs)
+
+    def close(self) -> None:
+        """Waits for the files' requests and closes them; frees the host tensors."""
+        for files in self.all_files:
+            files.close(self._io)
+        for tensor in self._host_tensors():
+            self._pool.free(tensor)
+        self.params, self.state = None, []
+
+    def initialise(self, params: Tensor, buffer: Tensor | None) -> None:
+        """As BlockStore.write_initial. `buffer`: uint8, of `chunk_bytes`, if anything lies on SSD. Blocks."""
+        if self.params is not None:
+            self.params.copy_(params)
+        for kind, array in zip(self.block.state_kinds, self.state):
+            array.copy_(params) if kind == "master" else array.zero_()
+        if not self.all_files:
+            return
+        for chunk in self.block.chunks:
+            values = params[chunk.start:chunk.start + chunk.numel]
+            state_arrays, chunk_params = self._views(chunk, buffer)
+            if self.state_files is not None:
+                for kind, array in zip(self.block.state_kinds, state_arrays):
+                    array.copy_(values) if kind == "master" else array.zero_()
+            if self.param_files is not None:
+                chunk_params.copy_(values)
+            self._write(chunk, state_arrays, chunk_params).wait()
+
+    def read_params(self, out: Tensor) -> Work:
+        """From SSD into `out`, (numel,) block dtype. Does not block."""
+        out_bytes, itemsize = out.detach().view(torch.uint8), self.param_files.itemsize
+        return Work.all_of([
+            self._io.read(*self.param_files.record(chunk),
+                          out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
+            for chunk in self.block.chunks], value=out)
+
+    def load(self, chunk: Chunk, buffer: Tensor | None) -> tuple[ChunkArrays, list[Work]]:
+        """The arrays of a chunk, and the reads that fill those on SSD: state, and params where they are the master."""
+        state_arrays, params = self._views(chunk, buffer)
+        reads = []
+        if self.state_files is not None:
+            reads.append(self._io.read(*self.state_files.record(chunk), _record(state_arrays)))
+        if self.block.has_separate_master:
+            return ChunkArrays(*state_arrays, params), reads
+        if self.param_files is not None:
+            reads.append(self._io.read(*self.param_files.record(chunk), params.view(torch.uint8)))
+        return ChunkArrays(params, *state_arrays, None), reads
+
+    def save(self, chunk: Chunk, arrays: ChunkArrays) -> Work:
+        """Writes the arrays on SSD back; those in host RAM are in place already. Does not block."""
+        if self.block.has_separate_master:
+            return self._write(chunk, list(arrays[:3]), arrays.params)
+        return self._write(chunk, list(arrays[1:3]), arrays.master)
+
+    def read_range(self, kind: str, start: int, out: Tensor, buffer: Tensor | None) -> None:
+        """As BlockStore.read_array. `buffer`: uint8, of `chunk_bytes`, if anything lies on SSD. Blocks."""
+        tensor, files, array = self._array(kind)
+        if files is None:
+            out.copy_(tensor[start:start + out.numel()])
+            return
+        out_bytes = out.detach().view(torch.uint8)
+        for first, last, file, offset in _byte_ranges(files, array, start, out.numel()):
+            out_bytes[first:last].copy_(self._read_pages(file, offset, last - first, buffer))
+
+    def write_range(self, kind: str, start: int, values: Tensor, buffer: Tensor | None) -> None:
+        """As BlockStore.write_array: on SSD, pages that are changed in part are read first. Blocks."""
+        tensor, files, array = self._array(kind)
+        if files is None:
+            tensor[start:start + values.numel()].copy_(values)
+            return
+        value_bytes = values.detach().view(torch.uint8)
+        for first, last, file, offset in _byte_ranges(files, array, start, values.numel()):
+            self._read_pages(file, offset, last - first, buffer).copy_(value_bytes[first:last])
+            page_start = offset // PAGE_BYTES * PAGE_BYTES
+            page_end = round_up(offset + last - first, PAGE_BYTES)
+            self._io.write(file, page_start, buffer[:page_end - page_start]).wait()
+
+    def array_dtype(self, kind: str) -> torch.dtype:
+        """ValueError if the block has no such array."""
+        self._array(kind)
+        return self.dtype if kind == "param" else torch.float32
+
+    def _array(self, kind: str) -> tuple[Tensor | None, BlockFiles | None, int]:
+        """Where an array is: its host tensor, or its files and its place in their records."""
+        block = self.block
+        if kind == "param" or (kind == "master" and block.trainable and not block.has_separate_master):
+            return self.params, self.param_files, 0
+        if kind not in block.state_kinds:
+            raise ValueError(f"block {block.index} ({block.name}, {block.dtype}, "
+                             f"{'trained' if block.trainable else 'frozen'}) has no {kind!r}")
+        place = block.state_kinds.index(kind)
+        return self.state[place] if self.state else None, self.state_files, place
+
+    def _views(self, chunk: Chunk, buffer: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """The chunk's state arrays and params: parts of the host tensors or, state first, of `buffer`."""
+        end, used = chunk.start + chunk.numel, 0
+        state_arrays = [array[chunk.start:end] for array in self.state]
+        if self.state_files is not None:
+            used = chunk.numel * 4 * self.state_files.num_arrays
+            state_arrays = list(buffer[:used].view(torch.float32).split(chunk.numel))
+        if self.params is not None:
+            return state_arrays, self.params[chunk.start:end]
+        return state_arrays, buffer[used:used + chunk.numel * self.param_files.itemsize].view(self.dtype)
+
+    def _write(self, chunk: Chunk, state_arrays: list[Tensor], params: Tensor) -> Work:
+        writes = []
+        if self.state_files is not None:
+            writes.append(self._io.write(*self.state_files.record(chunk), _record(state_arrays)))
+        if self.param_files is not None:
+            writes.append(self._io.write(*self.param_files.record(chunk), params.view(torch.uint8)))
+        return Work.all_of(writes)
+
+    def _read_pages(self, file: SsdFile, offset: int, nbytes: int, buffer: Tensor) -> Tensor:
+        """Reads the pages around a byte range to the start of `buffer`; the part of it that is the range."""
+        page_start = offset // PAGE_BYTES * PAGE_BYTES
+        self._io.read(file, page_start, buffer[:round_up(offset + nbytes, PAGE_BYTES) - page_start]).wait()
+        return buffer[offset - page_start:offset - page_start + nbytes]
+
+    def _host_tensors(self) -> list[Tensor]:
+        return self.state if self.params is None else [self.params, *self.state]
+
+
+def _record(arrays: list[Tensor]) -> Tensor:
+    """The bytes of arrays that lie one after the other, as `_views` cuts them from a buffer."""
+    first, last = arrays[0], arrays[-1]
+    assert last.data_ptr() - first.data_ptr() == (len(arrays) - 1) * first.nbytes, "not the arrays of load_chunk"
+    return first.as_strided((len(arrays) * first.numel(),), (1,)).view(torch.uint8)
+
+
+def _byte_ranges(files: BlockFiles, array: int, start: int, numel: int) -> Iterator[tuple[int, int, SsdFile, int]]:
+    """`files.ranges`, each with the bytes [first, last) that it is of the wanted elements."""
+    first = 0
+    for file, offset, nbytes in files.ranges(array, start, numel):
+        yield first, first + nbytes, file, offset
+        first += nbytes

@@ -1,0 +1,245 @@
+"""`BlockStore`: the home of param, master, exp_avg and exp_avg_sq of every block, in host RAM and on SSD.
+
+It orders the operations on each block (see [Note: order of a block] in block_order.py); where each chunk lies is
+told by [Note: striping] in block_files.py. It is a store, not a cache: what it holds is the only copy, and nothing
+is removed before `close`. One update of a bf16 block with everything on SSD reads 12 and writes 14 bytes a
+parameter, of a float32 block 12 and 12, since there the param array is the master.
+"""
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lohan_ds.block import Block, Chunk
+from lohan_ds.errors import StoreError
+from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
+from lohan_ds.plan import OffloadPlan
+from lohan_ds.store.block_files import make_run_dirs, required_ssd_bytes
+from lohan_ds.store.block_home import BlockHome, ChunkArrays
+from lohan_ds.store.block_order import BlockOrder
+from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.work import Work
+
+__all__ = ["BlockStore", "ChunkArrays", "required_ssd_bytes"]
+
+
+class BlockStore:
+    """Any thread, one update at a time per block. All fields but `_closed` are fixed after construction.
+
+    Owns the host tensors (taken from `pool`), the files and the run directories; not `pool` and `io`, which their
+    maker closes after the store. `block_index` is a block's `index`, its place in `blocks`. After `close` every
+    method raises StoreError.
+    """
+
+    def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None,
+                 run_dirs: Sequence[str]):
+        """Takes all memory and disk space at once: CapacityError or StoreError, nothing kept, if one lacks.
+
+        The SSD tier needs `io` and at least one run directory; they must not exist yet. Without it none is made.
+        """
+        if any(block.index != place for place, block in enumerate(blocks)):
+            raise AssertionError("blocks are not in the order of their index")
+        self.ssd_bytes = required_ssd_bytes(blocks, plan)
+        if self.ssd_bytes and (io is None or not run_dirs):
+            raise ValueError(f"the plan puts {self.ssd_bytes} bytes on SSD, but there is no I/O or no directory")
+        self._pool = pool
+        self._run_dirs: list[str] = []
+        self._staging: BufferRing | None = None  # one buffer for what is not aligned or not in fp32 yet
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-copy")  # of host params to readers
+        self._closed = False
+        self._homes = [BlockHome(block, plan, pool, io, len(run_dirs)) for block in blocks]
+        self._orders = [BlockOrder(f"block {block.index} ({block.name})") for block in blocks]
+        try:
+            if self.ssd_bytes:
+                needed_bytes = [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
+                                for directory in range(len(run_dirs))]
+                make_run_dirs(run_dirs, needed_bytes)
+                self._run_dirs = list(run_dirs)
+                staging_bytes = max(home.chunk_bytes for home in self._homes)
+                self._staging = BufferRing(pool, 1, staging_bytes, "staging buffer of the store")
+            for home in self._homes:
+                home.open(run_dirs)
+        except BaseException:
+            self.close()
+            raise
+
+    # Whole blocks
+
+    @torch.no_grad()
+    def write_initial(self, block_index: int, params: Tensor) -> None:
+        """Sets a block's params, (numel,) block dtype, host; masters become their fp32 values, moments zero. Blocks.
+
+        Waits for an update under way, and also mends a block whose last update failed. Reads issued meanwhile wait.
+        """
+        home, order = self._open_block(block_index)
+        _check(home.block, "params", params, home.dtype, 0, home.block.numel)
+        with order.editing(replaces_all=True), self._staged() as buffer:
+            home.initialise(params, buffer)
+
+    def read_params(self, block_index: int, out: Tensor) -> Work:
+        """Work of `out`, (numel,) block dtype, host, which then holds the params after the last announced update.
+
+        Never blocks. `out` must be 4096-aligned for params on SSD, and not touched until the work is done. StepError
+        through the Work if that update failed, StoreError if the read did.
+        """
+        home, order = self._open_block(block_index)
+        _check(home.block, "out", out, home.dtype, 0, home.block.numel)
+        if home.params is None:
+            return order.read(lambda: home.read_params(out))
+        return order.read(lambda: Work(self._copier.submit(_copy, home.params, out), holds=out))
+
+    def params_view(self, block_index: int) -> Tensor | None:
+        """The host tensor of the params itself, (numel,) block dtype; None for params on SSD.
+
+        The store does not see what is done with it: call `wait_published` first, and be done with reading before
+        the next update is announced.
+        """
+        return self._open_block(block_index)[0].params
+
+    # Updates: announce, load and save each chunk, publish or fail
+
+    def announce_update(self, block_index: int) -> None:
+        """From now on reads of this block wait for its publication. Does not block."""
+        self._open_block(block_index)[1].announce()
+
+    def publish(self, block_index: int) -> None:
+        """All chunks are saved (their Works are done): reads may go on. Starts them, does not wait for them."""
+        self._open_block(block_index)[1].publish()
+
+    def fail(self, block_index: int, error: BaseException) -> None:
+        """The update cannot be completed: waiting and later reads get a StepError from `error`, until the next one."""
+        self._open_block(block_index)[1].fail(error)
+
+    def wait_published(self, block_index: int) -> None:
+        """Blocks until no update of the block is under way; StepError if the last one failed."""
+        self._open_block(block_index)[1].wait_published()
+
+    @property
+    def chunk_buffer_bytes(self) -> int:
+        """Bytes that `load_chunk` needs of a buffer for the largest chunk; 0 when no trained block is on SSD."""
+        return max((home.chunk_bytes for home in self._homes if home.block.trainable), default=0)
+
+    def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None) -> Work:
+        """Work of the ChunkArrays of a chunk of the announced update. Does not block. StepError if none is announced.
+
+        Kinds on SSD are read into `buffer` (uint8, 4096-aligned, at least `chunk_buffer_bytes`; None if that is 0),
+        which is lent until `save_chunk` is done. Kinds in host RAM are the store's own tensors, handed out once the
+        reads issued before the announcement have ended. 16-bit params on SSD are not read: they are only written.
+        """
+        home, order = self._open_block(block_index)
+        drained = order.drained()
+        arrays, reads = home.load(chunk, buffer)
+        if home.params is not None or home.state:
+            reads.append(drained)
+        return Work.all_of(reads, value=arrays)
+
+    def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays) -> Work:
+        """Writes back what `load_chunk` gave, changed in place. Does not block; the buffer is free when it is done.
+
+        What lies in host RAM is saved already. Writes start when the reads issued before the announcement have ended.
+        """
+        home, order = self._open_block(block_index)
+        return order.drained().then(lambda _: home.save(chunk, arrays))
+
+    # Single elements, for look-ups, edits and checkpoints
+
+    @torch.no_grad()
+    def read_array(self, block_index: int, kind: str, start: int, out: Tensor) -> None:
+        """Fills `out`, 1-D of the array's dtype, host, from element `start` on; any range within the block.
+
+        `kind`: "param", "master", "exp_avg" or "exp_avg_sq"; the first two are one array in a float32 block. Blocks,
+        also for an update under way: never call it from the thread that is to publish that. ValueError for what the
+        block does not have, StepError if its last update failed.
+        """
+        home, order = self._open_block(block_index)
+        _check(home.block, kind, out, home.array_dtype(kind), start)
+        with order.reading(), self._staged() as buffer:
+            home.read_range(kind, start, out, buffer)
+
+    @torch.no_grad()
+    def write_array(self, block_index: int, kind: str, start: int, values: Tensor) -> None:
+        """Sets the elements from `start` on to `values`; otherwise as `read_array`. Reads issued meanwhile wait.
+
+        The other kinds stay as they are: a 16-bit "param" edited alone leaves its "master" with the old value. If
+        the disk fails the block is failed, as by `fail`, until `write_initial` or the next announced update.
+        """
+        home, order = self._open_block(block_index)
+        _check(home.block, kind, values, home.array_dtype(kind), start)
+        with order.editing(), self._staged() as buffer:
+            home.write_range(kind, start, values, buffer)
+
+    # The whole
+
+    @property
+    def bytes_read(self) -> int:
+        """From the store's files, all reads that have succeeded."""
+        return sum(file.bytes_read for home in self._homes for files in home.all_files for file in files.files)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(file.bytes_written for home in self._homes for files in home.all_files for file in files.files)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host RAM held: the host tier and, beside an SSD tier, one staging buffer of a chunk."""
+        staging_bytes = self._staging.nbytes if self._staging is not None and not self._closed else 0
+        return sum(home.host_bytes for home in self._homes) + staging_bytes
+
+    def close(self) -> None:
+        """Fails what waits for an update, waits for requests under way, removes files, directories, host tensors.
+
+        Idempotent. Tensors that the store handed out are void: do not have copies from them in flight.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for order in self._orders:
+            order.abandon(_closed_error())
+        self._copier.shutdown(wait=True)
+        for home in self._homes:
+            home.close()
+        if self._staging is not None:
+            self._staging.close()
+        for run_dir in self._run_dirs:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    def _open_block(self, block_index: int) -> tuple[BlockHome, BlockOrder]:
+        if self._closed:
+            raise _closed_error()
+        return self._homes[block_index], self._orders[block_index]
+
+    @contextmanager
+    def _staged(self) -> Iterator[Tensor | None]:
+        """The staging buffer for the time of the body, None if all blocks are in host RAM."""
+        if self._staging is None:
+            yield None
+            return
+        buffer = self._staging.acquire()
+        try:
+            yield buffer
+        finally:
+            self._staging.release(buffer)
+
+
+def _closed_error() -> StoreError:
+    return StoreError("the block store is closed")
+
+
+def _check(block: Block, what: str, tensor: Tensor, dtype: torch.dtype, start: int, numel: int | None = None) -> None:
+    """ValueError unless `tensor` is 1-D, contiguous, in host memory, of `dtype`, and within the block."""
+    fits = 0 <= start <= start + tensor.numel() <= block.numel if numel is None else tensor.numel() == numel
+    flat_on_host = tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not flat_on_host or tensor.dtype != dtype or not fits:
+        raise ValueError(f"block {block.index}: {what} needs a contiguous 1-D host tensor of {dtype} within "
+                         f"{block.numel} elements, got {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} at "
+                         f"element {start}")
+
+
+@torch.no_grad()
+def _copy(source: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(source)

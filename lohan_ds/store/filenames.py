@@ -1,0 +1,21 @@
+"""The names of all files and directories of a run, in one place.
+
+    <ssd_path>/lohan-<pid>-<token>/block-0007.params
+                                   block-0007.state
+"""
+from __future__ import annotations
+
+KINDS = ("params", "state")
+DIRECT_PROBE_PREFIX = ".lohan-direct-probe-"  # of the short-lived file by which a directory is asked for O_DIRECT
+
+
+def run_dir_name(pid: int, token: str) -> str:
+    """Of one run's directory below an SSD path: `pid` tells whether its process still lives, `token` is unique."""
+    return f"lohan-{pid}-{token}"
+
+
+def block_file_name(block_index: int, kind: str) -> str:
+    """Of the file with one directory's chunks of a block; `kind` is "params" or "state"."""
+    if kind not in KINDS:
+        raise AssertionError(f"no file kind {kind!r}")
+    return f"block-{block_index:04d}.{kind}"

@@ -1,0 +1,72 @@
+"""One-process engines on the CPU, for tests and `lohan verify`: made from a model and a few words, compared by state."""
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import lohan_ds  # noqa: F401 - attaches to deepspeed
+from lohan_ds.testing.twin import State
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def init_one_rank() -> None:
+    """Makes this process rank 0 of 1 on the CPU accelerator, unless a launcher already made it something."""
+    import deepspeed
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    deepspeed.init_distributed()
+
+
+def ds_config(lohan: dict[str, Any] | None, *, dtype: str = "fp32", clip: float = 0.0, accumulation: int = 1,
+              optimizer: dict | None = None, batch: int = 2, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed config; `lohan` None leaves the section out (and asks for plain ZeRO-3)."""
+    config = {"train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation,
+              "gradient_clipping": clip, "steps_per_print": 1_000_000, "zero_optimization": {"stage": 3}, **more}
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if optimizer is not None:
+        config["optimizer"] = optimizer
+    if lohan is not None:
+        config["lohan"] = lohan
+    return config
+
+
+@contextlib.contextmanager
+def engine_for(model: nn.Module, config: dict, optimizer: Any = None, lr_scheduler: Any = None,
+               **kwargs: Any) -> Iterator[Any]:
+    """`deepspeed.initialize` in this process; destroys the engine at the end."""
+    import deepspeed
+    init_one_rank()
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler,
+                                      **kwargs)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def engine_state(engine: Any) -> State:
+    """Everything an engine holds of its parameters, as `Twin.state` gives it."""
+    offload, optimizer = engine.offload, engine.optimizer
+    offload.gradients.drain()
+    offload.streamer.release_all()
+    state: State = {}
+    for block in offload.blocks:
+        for slot, info in enumerate(block.slots):
+            entry: dict[str, Any] = {"param": offload.read(block.index, slot, "param")}
+            if block.trainable:
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    entry[kind] = offload.read(block.index, slot, kind)
+                entry["step"] = optimizer.steps[block.index, slot]
+            state[info.name] = entry
+    return state

@@ -1,0 +1,230 @@
+"""Bytes come back as written, whatever the kernel does; failures name path and numbers (user cases D25, D26, D32)."""
+import errno
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from lohan_ds.errors import StoreError
+from lohan_ds.memory.budget import MemoryBudget
+from lohan_ds.memory.pinned_pool import PinnedPool
+from lohan_ds.store import ssd_io
+from lohan_ds.store.direct_io import file_system_type, why_not_direct
+from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.testing.faulty_io import FaultyIo
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pool():
+    pool = PinnedPool(MemoryBudget("host", 1 << 30), pin=False)
+    yield pool
+    pool.close()
+
+
+def _random_bytes(pool, nbytes, seed=0):
+    buffer = pool.alloc(nbytes, "data")
+    return buffer.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8,
+                                      generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 5 * PAGE, ssd_io.PIECE_BYTES + PAGE, 3 * ssd_io.PIECE_BYTES])
+@pytest.mark.parametrize("make_io", [ThreadSsdIo, lambda n: FaultyIo(n, seed=3, short_transfers=True)])
+def test_round_trip_and_counters(tmp_path, pool, nbytes, make_io):
+    io = make_io(3)
+    file = io.open(str(tmp_path / "f"), nbytes + 2 * PAGE)
+    assert os.stat(file.path).st_mode & 0o777 == 0o600
+    assert os.stat(file.path).st_blocks * 512 >= nbytes + 2 * PAGE
+    data, back = _random_bytes(pool, nbytes), pool.alloc(nbytes, "back")
+    io.write(file, PAGE, data).wait()
+    assert io.read(file, PAGE, back).wait() is back
+    assert torch.equal(data, back)
+    assert io.bytes_read == io.bytes_written == file.bytes_read == file.bytes_written == nbytes
+    io.close()
+
+
+def test_retries_what_is_to_be_retried(tmp_path, pool):
+    io = FaultyIo(1)
+    file = io.open(str(tmp_path / "f"), PAGE)
+    data, back = _random_bytes(pool, PAGE), pool.alloc(PAGE, "back")
+    io.inject("write", errno.EINTR, at_call=0, times=3)
+    io.write(file, 0, data).wait()
+    io.inject("read", errno.EAGAIN, at_call=0, times=5)
+    io.read(file, 0, back).wait()
+    assert torch.equal(data, back)
+    io.close()
+
+
+def test_endless_eagain_ends(tmp_path, pool, monkeypatch):
+    monkeypatch.setattr(ssd_io, "MAX_IDLE_RETRIES", 5)
+    io = FaultyIo(1)
+    file = io.open(str(tmp_path / "f"), PAGE)
+    io.inject("read", errno.EAGAIN, after_bytes=0)
+    with pytest.raises(StoreError) as caught:
+        io.read(file, 0, pool.alloc(PAGE, "x")).wait()
+    assert caught.value.errno == errno.EAGAIN
+    io.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EFBIG])
+def test_errors_name_path_offset_got_and_needed(tmp_path, pool, number):
+    io = FaultyIo(1)
+    file = io.open(str(tmp_path / "f"), 8 * PAGE)
+    io.inject("write", number, at_call=0)
+    with pytest.raises(StoreError) as caught:
+        io.write(file, 2 * PAGE, _random_bytes(pool, 4 * PAGE)).wait()
+    message = str(caught.value)
+    assert caught.value.errno == number and file.path in message
+    assert f"offset {2 * PAGE}, got 0 of {4 * PAGE} bytes needed" in message
+    assert ("free " in message) == (number != errno.EIO)
+    io.close()
+
+
+def test_short_read_of_a_truncated_file(tmp_path, pool):
+    io = ThreadSsdIo(2)
+    file = io.open(str(tmp_path / "f"), 4 * PAGE)
+    os.truncate(file.path, PAGE)
+    with pytest.raises(StoreError, match=rf"short read; offset 0, got {PAGE} of {4 * PAGE} bytes needed"):
+        io.read(file, 0, pool.alloc(4 * PAGE, "x")).wait()
+    os.truncate(file.path, 4 * PAGE - 100)
+    with pytest.raises(StoreError, match="short read"):
+        io.read(file, 0, pool.alloc(4 * PAGE, "x")).wait()
+    io.close()
+
+
+def test_write_that_moves_nothing_fails(tmp_path, pool):
+    io = FaultyIo(1)
+    file = io.open(str(tmp_path / "f"), PAGE)
+    io.inject("write", 0, at_call=0)
+    with pytest.raises(StoreError, match="short write"):
+        io.write(file, 0, _random_bytes(pool, PAGE)).wait()
+    io.close()
+
+
+def test_refuses_bad_requests_at_once(tmp_path, pool):
+    io = ThreadSsdIo(1)
+    file = io.open(str(tmp_path / "f"), 2 * PAGE)
+    buffer = pool.alloc(2 * PAGE, "x")
+    with pytest.raises(ValueError, match="of a file of"):
+        io.read(file, PAGE, buffer)
+    with pytest.raises(ValueError, match="uint8"):
+        io.read(file, 0, buffer.view(torch.float32))
+    if file.direct:
+        with pytest.raises(ValueError, match="direct I/O needs"):
+            io.read(file, 0, buffer[1:PAGE + 1])
+    with pytest.raises(StoreError) as caught:
+        io.open(file.path, PAGE)
+    assert caught.value.errno == errno.EEXIST
+    io.close()
+
+
+def test_no_space_at_open_leaves_no_file(tmp_path, monkeypatch):
+    io = ThreadSsdIo(1)
+    with pytest.raises(StoreError, match=r"needed \d+ bytes, free \d+") as caught:
+        io.open(str(tmp_path / "f"), 1 << 50)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG) and os.listdir(tmp_path) == []
+
+    def no_fallocate(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(ssd_io.os, "posix_fallocate", no_fallocate)
+    with pytest.raises(StoreError) as caught:
+        io.open(str(tmp_path / "f"), 1 << 50)
+    assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
+    assert os.path.getsize(io.open(str(tmp_path / "g"), PAGE).path) == PAGE
+    io.close()
+
+
+def test_file_size_limit_of_the_process(tmp_path):
+    code = f"""
+import resource
+from lohan_ds.errors import StoreError
+from lohan_ds.store.ssd_io import ThreadSsdIo
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+io = ThreadSsdIo(1)
+try:
+    io.open({str(tmp_path / "f")!r}, 4 << 20)
+except StoreError as error:
+    print("refused", error)
+io.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"refused .*File too large.*needed 4194304 bytes, free \d+.*f'", done.stdout)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm") or file_system_type("/dev/shm") != "tmpfs", reason="no tmpfs")
+def test_tmpfs_falls_back_to_buffered_and_says_so_once(pool, caplog):
+    directory = f"/dev/shm/lohan-test-{os.getpid()}"
+    os.mkdir(directory)
+    io = ThreadSsdIo(1)
+    try:
+        with caplog.at_level(logging.WARNING):
+            files = [io.open(f"{directory}/{name}", PAGE) for name in "ab"]
+        assert not any(file.direct for file in files)
+        assert [record.message for record in caplog.records] == [
+            f"{directory} has no O_DIRECT (RAM-backed or network file system?), using buffered I/O: it is on tmpfs"]
+        data = torch.arange(100, dtype=torch.uint8)
+        io.write(files[0], 33, data).wait()
+        assert torch.equal(io.read(files[0], 33, torch.empty(100, dtype=torch.uint8)).wait(), data)
+    finally:
+        io.close()
+        for name in os.listdir(directory):
+            os.unlink(f"{directory}/{name}")
+        os.rmdir(directory)
+
+
+def test_file_system_that_refuses_o_direct(tmp_path, monkeypatch, caplog):
+    real_open = os.open
+
+    def no_direct(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(ssd_io.os, "open", no_direct)
+    io = ThreadSsdIo(1)
+    assert not io.open(str(tmp_path / "f"), PAGE).direct
+    assert "Invalid argument" in caplog.text
+    io.close()
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_unwritable_directory():
+    with pytest.raises(StoreError):
+        why_not_direct("/proc/self")
+
+
+def test_close_waits_then_refuses(tmp_path, pool):
+    threads_before, fds_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    io = FaultyIo(2, max_delay_s=0.05)
+    file = io.open(str(tmp_path / "f"), 8 * PAGE)
+    works = [io.write(file, index * PAGE, pool.alloc(PAGE, "x")) for index in range(8)]
+    io.close()
+    io.close()
+    assert all(work.done() for work in works) and file.bytes_written == 8 * PAGE
+    with pytest.raises(StoreError, match="closed"):
+        io.read(file, 0, pool.alloc(PAGE, "x"))
+    with pytest.raises(StoreError, match="closed"):
+        io.open(str(tmp_path / "g"), PAGE)
+    assert threading.active_count() == threads_before
+    assert len(os.listdir("/proc/self/fd")) == fds_before
+
+
+def test_close_file_waits_for_its_requests(tmp_path, pool):
+    io = FaultyIo(2, max_delay_s=0.05)
+    file = io.open(str(tmp_path / "f"), PAGE)
+    work = io.write(file, 0, pool.alloc(PAGE, "x"))
+    io.close_file(file)
+    io.close_file(file)
+    assert work.wait() is not None
+    with pytest.raises(StoreError, match="file that is closed"):
+        io.write(file, 0, pool.alloc(PAGE, "x"))
+    io.close()
