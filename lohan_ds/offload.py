@@ -7,7 +7,6 @@ import shutil
 import uuid
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -53,13 +52,13 @@ class Offload:
 
     def _build(self, config: LohanConfig, budgets: Budgets, streams: Streams, make_io, set_status) -> None:
         self.streams = streams
-        self._closers.append(streams.close)
         self.budget = MemoryBudget("host", budgets.host_bytes)
         self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
-        self._closers.append(self.pool.close)
+        self._closers += [self.pool.close, streams.close]
         self.io, run_dirs = None, []
         if "ssd" in self.plan.param_tier + self.plan.state_tier:
             self.io = make_io(config.ssd_threads or 4)
+            self._closers.append(self.io.close)
             run_dirs = [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
                         for path in config.ssd_paths]
         self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs)
@@ -202,6 +201,3 @@ def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
         source.data = torch.empty(0, dtype=source.dtype, device=source.device)
     return flat
 
-
-def process_rss_bytes() -> int:
-    return psutil.Process().memory_info().rss

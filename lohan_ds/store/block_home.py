@@ -149,6 +149,10 @@ class BlockHome:
         self._array(kind)
         return self.dtype if kind == "param" else torch.float32
 
+    def host_array(self, kind: str) -> Tensor | None:
+        """(numel,) of `array_dtype`, the host tensor itself; None on SSD."""
+        return self._array(kind)[0]
+
     def _array(self, kind: str) -> tuple[Tensor | None, BlockFiles | None, int]:
         """Where an array is: its host tensor, or its files and its place in their records."""
         block = self.block

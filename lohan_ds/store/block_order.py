@@ -72,7 +72,7 @@ class BlockOrder:
         """Calls `start` when reads may start (here, or in the publishing thread); the work of what it returns."""
         published, token = self._enter_read()
         work = published.then(lambda _: start())
-        work._future.add_done_callback(lambda _: self._leave_read(token))  # on failure too, so not by `then`
+        work.on_done(lambda: self._leave_read(token))  # on failure too, so not by `then`
         return work
 
     @contextmanager

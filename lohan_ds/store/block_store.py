@@ -173,7 +173,17 @@ class BlockStore:
         with order.editing(), self._staged() as buffer:
             home.write_range(kind, start, values, buffer)
 
+    def array_view(self, block_index: int, kind: str, start: int, numel: int) -> Tensor | None:
+        """The host tensor itself, (numel,) of the array's dtype; None when it lies on SSD. As `params_view`."""
+        array = self._open_block(block_index)[0].host_array(kind)
+        return None if array is None else array[start:start + numel]
+
     # The whole
+
+    @property
+    def scratch_dir(self) -> str | None:
+        """A directory on an SSD that `close` removes with all that is in it; None without an SSD tier."""
+        return self._run_dirs[0] if self._run_dirs else None
 
     @property
     def bytes_read(self) -> int:

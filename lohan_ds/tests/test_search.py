@@ -42,7 +42,7 @@ budgets_any = st.builds(budgets_of, sizes, sizes, sizes, st.booleans(), st.sampl
                         st.sampled_from(["lohan.ssd_space", "free space of lohan.ssd_paths"]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(specs, requests, budgets_any)
 def test_a_plan_fits_and_honours_what_was_forced(spec, request, budgets):
     model = build_model(spec)
@@ -60,7 +60,7 @@ def test_a_plan_fits_and_honours_what_was_forced(spec, request, budgets):
     assert blocks == tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(specs, requests, budgets_any, st.sampled_from(["host_bytes", "device_bytes", "ssd_bytes"]),
        st.integers(1, 10**6))
 def test_more_memory_never_turns_a_fit_into_a_no_fit(spec, request, budgets, tier, more_bytes):
@@ -69,7 +69,7 @@ def test_more_memory_never_turns_a_fit_into_a_no_fit(spec, request, budgets, tie
     assert fits(model, request, more) or not fits(model, request, budgets)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(specs, requests, budgets_any)
 def test_the_named_change_really_fits_and_all_of_it_is_needed(spec, request, budgets):
     model = build_model(spec)

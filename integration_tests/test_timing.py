@@ -1,0 +1,287 @@
+"""The same bits whatever the timing: delayed copies, slow disks, the smallest pools; and that work really overlaps.
+
+No test here looks at a clock alone: a duration is only compared with that of the same work done another way.
+"""
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lohan_ds.store.block_order import BlockOrder
+from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.testing.delayed_streams import DelayedStreams
+from lohan_ds.testing.faulty_io import FaultyIo
+from lohan_ds.testing.harness import DTYPES, ds_config, engine_for, engine_state
+from lohan_ds.testing.models import OddModel, lm_batch, loss_of, tiny_llama, vocab_of
+from lohan_ds.testing.twin import Twin, assert_same_bits, diff_bits
+from lohan_ds.work import Work
+
+LR = {"lr": 1e-2, "weight_decay": 0.1}
+ADAMW = {"type": "AdamW", "params": LR}
+
+
+def use_doubles(monkeypatch, streams=None, make_io=ThreadSsdIo) -> None:
+    """Engines made from now on use these instead of the device's streams and the real disk."""
+    import lohan_ds.engine
+    from lohan_ds.offload import Offload
+    monkeypatch.setattr(lohan_ds.engine, "Offload", functools.partial(Offload, streams=streams, make_io=make_io))
+
+
+def engine_config(ssd, dtype="fp32", clip=0.0, accumulation=1, **lohan):
+    section = {"ssd_paths": [str(ssd)], "param_tier": "ssd", "optimizer_tier": "ssd", "chunk_bytes": "48KiB", **lohan}
+    return ds_config(section, dtype=dtype, clip=clip, accumulation=accumulation, optimizer=ADAMW)
+
+
+def train_engine(engine, batches, accumulation=1):
+    for step in batches:
+        for batch in step:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+
+
+def train_twin(model, batches, dtype="fp32", clip=0.0):
+    twin = Twin(model, None, DTYPES[dtype], clip, len(batches[0]), **LR)
+    for step in batches:
+        for batch in step:
+            twin.micro_step(batch)
+        twin.step()
+    return twin.state()
+
+
+def make_batches(model, num_steps, accumulation=1, seed=0):
+    return [[lm_batch(vocab_of(model), seed=1000 * seed + 10 * step + micro) for micro in range(accumulation)]
+            for step in range(num_steps)]
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed", range(30))
+def test_same_bits_with_random_delays(seed, tmp_path, monkeypatch):
+    draw = random.Random(seed)
+    make_model = draw.choice([OddModel, functools.partial(tiny_llama, tied=bool(seed % 2))])
+    dtype, update = ("bf16", "fp32")[seed % 2], ("serial", "deferred")[seed // 2 % 2]
+    accumulation, clip = (1, 3)[seed // 4 % 2], draw.choice([0.05, 1.0])
+    use_doubles(monkeypatch, DelayedStreams(seed, max_delay_s=0.002),
+                functools.partial(FaultyIo, seed=seed, max_delay_s=0.003, short_transfers=bool(seed % 3)))
+    model = make_model(seed=seed)
+    batches = make_batches(model, 3, accumulation, seed)
+    config = engine_config(tmp_path, dtype, clip, accumulation, update=update, prefetch_depth=draw.choice([0, 1, 2, 4]),
+                           chunk_bytes=draw.choice(["24KiB", "100KB", "1MiB"]), ssd_threads=draw.choice([1, 4]))
+    with engine_for(model, config) as engine:
+        train_engine(engine, batches)
+        state = engine_state(engine)
+    assert_same_bits(state, train_twin(make_model(seed=seed), batches, dtype, clip))
+
+
+@pytest.mark.parametrize("kind,n", [("h2d", 3), ("h2d", 12), ("d2h", 2), ("d2h", 9)])
+@pytest.mark.parametrize("dtype,accumulation", [("fp32", 1), ("bf16", 3)])
+def test_one_copy_not_waited_for_gives_other_bits(kind, n, dtype, accumulation, tmp_path, monkeypatch):
+    streams = DelayedStreams(0, max_delay_s=0.002, held_delay_s=0.2)
+    use_doubles(monkeypatch, streams)
+    model = OddModel()
+    batches = make_batches(model, 2, accumulation)
+    with engine_for(model, engine_config(tmp_path, dtype, 1.0, accumulation)) as engine:
+        streams.drop_one_wait_at(n, kind)
+        train_engine(engine, batches)
+        assert streams.dropped()
+        state = engine_state(engine)
+    assert diff_bits(state, train_twin(OddModel(), batches, dtype, 1.0))
+
+
+class SlowWrites(ThreadSsdIo):
+    def _pwrite(self, fd, view, offset):
+        time.sleep(0.002)
+        return super()._pwrite(fd, view, offset)
+
+
+@pytest.mark.parametrize("update_is_waited_for", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_update_not_waited_for_gives_other_bits(update_is_waited_for, dtype, tmp_path, monkeypatch):
+    if not update_is_waited_for:
+        enter_read = BlockOrder._enter_read
+        monkeypatch.setattr(BlockOrder, "_enter_read", lambda self: (Work.completed(), enter_read(self)[1]))
+    use_doubles(monkeypatch, make_io=SlowWrites)
+    model = OddModel()
+    batches = make_batches(model, 3)
+    with engine_for(model, engine_config(tmp_path, dtype, 1.0)) as engine:
+        train_engine(engine, batches)
+        state = engine_state(engine)
+    assert bool(diff_bits(state, train_twin(OddModel(), batches, dtype, 1.0))) != update_is_waited_for
+
+
+# -- the smallest pools ----------------------------------------------------------------------------------------------
+
+class SkippingModel(OddModel):
+    """Twelve tiny layers, of which a batch may leave some out."""
+
+    def __init__(self):
+        super().__init__(num_layers=12)
+
+    def forward(self, input_ids, labels, skipped=()):
+        kept = [layer for i, layer in enumerate(self.layers) if i not in skipped]
+        x_BTH = self.embed(input_ids)
+        for layer in kept:
+            x_BTH = layer(x_BTH)
+        logits_BTV = self.head(self.norm(x_BTH)) * self.temperature
+        return nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("prefetch_depth", [0, 1])
+@pytest.mark.parametrize("doubles", [False, True])
+@pytest.mark.parametrize("update", ["serial", "deferred"])
+def test_smallest_pools(prefetch_depth, doubles, update, tmp_path, monkeypatch):
+    if doubles:
+        use_doubles(monkeypatch, DelayedStreams(1, max_delay_s=0.001),
+                    functools.partial(FaultyIo, seed=1, max_delay_s=0.001))
+    draw = random.Random(prefetch_depth)
+    engine_model, twin_model = SkippingModel(), SkippingModel()
+    twin = Twin(twin_model, None, clip=1.0, **LR)
+    config = engine_config(tmp_path, clip=1.0, prefetch_depth=prefetch_depth, chunk_bytes="24KiB", ssd_threads=1,
+                           update=update)
+    with engine_for(engine_model, config) as engine:
+        for step in range(5):
+            batch = lm_batch(131, seed=step) | {"skipped": draw.sample(range(12), draw.choice([0, 3, 9]))}
+            engine.train()
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == twin.micro_step(batch)
+            twin.step()
+            batch = lm_batch(131, seed=100 + step) | {"skipped": draw.sample(range(12), draw.choice([0, 5]))}
+            engine.eval()
+            with torch.no_grad():
+                assert loss_of(engine, batch).item() == loss_of(twin_model, batch).item()
+        assert_same_bits(engine_state(engine), twin.state())
+
+
+# -- overlap ---------------------------------------------------------------------------------------------------------
+
+class PacedIo(ThreadSsdIo):
+    """One drive that moves so many bytes per second, whatever the number of threads."""
+
+    def __init__(self, num_threads, bytes_per_s):
+        super().__init__(num_threads)
+        self._bytes_per_s = bytes_per_s
+        self._pace_lock = threading.Lock()
+        self._free_at = 0.0
+
+    def _pace(self, nbytes):
+        with self._pace_lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_s
+            free_at = self._free_at
+        time.sleep(max(0.0, free_at - time.monotonic()))
+
+    def _pread(self, fd, view, offset):
+        self._pace(len(view))
+        return super()._pread(fd, view, offset)
+
+    def _pwrite(self, fd, view, offset):
+        self._pace(len(view))
+        return super()._pwrite(fd, view, offset)
+
+
+class SleepyLayer(nn.Module):
+    """Parameters that take long to update, and compute that takes time and no CPU."""
+
+    def __init__(self, hidden, inner, sleep_s):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(inner, hidden) * 0.01)
+        self.sleep_s = sleep_s
+
+    def forward(self, x):
+        time.sleep(self.sleep_s)
+        return x + nn.functional.linear(x, self.down)[..., :x.shape[-1]]
+
+
+class SleepyModel(nn.Module):
+    def __init__(self, num_layers=8, hidden=64, inner=2048, sleep_s=0.05):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(SleepyLayer(hidden, inner, sleep_s) for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def update_bytes(engine) -> int:
+    """SSD bytes moved for updates so far. Parameters are 16-bit, so an update writes them and never reads them."""
+    return sum(file.bytes_written + (file.bytes_read if file.path.endswith(".state") else 0)
+               for file in list(engine.offload.io._files))
+
+
+def timed_steps(update, ssd, monkeypatch, num_steps=3):
+    """(seconds of all steps, share of update bytes moved inside step(), share moved during the next forward)."""
+    # 8 layers of 131,072 parameters, 26 bytes each on the SSD per update: 27 MB, 0.4 s, as long as the forward.
+    use_doubles(monkeypatch, make_io=functools.partial(PacedIo, bytes_per_s=70e6))
+    model = SleepyModel()
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    in_step = in_forward = total = 0
+    with engine_for(model, engine_config(ssd, "bf16", 1.0, update=update, chunk_bytes="512KiB")) as engine:
+        engine.backward(engine(x))
+        engine.step()
+        engine.offload.gradients.drain()
+        start = time.monotonic()
+        before = forward_start = forward_end = update_bytes(engine)
+        for step in range(num_steps + 1):
+            forward_start = update_bytes(engine)
+            loss = engine(x)
+            forward_end = update_bytes(engine)
+            if step:
+                in_forward += forward_end - forward_start
+            if step == num_steps:
+                break
+            engine.backward(loss)
+            assert update_bytes(engine) == forward_end   # nothing is left for backward
+            before = update_bytes(engine)
+            engine.step()
+            in_step += update_bytes(engine) - before
+            if step == 0:
+                first = before
+        duration_s = time.monotonic() - start
+        engine.offload.gradients.drain()
+        total = update_bytes(engine) - first
+    assert total == num_steps * 26 * sum(p.numel() for p in SleepyModel().parameters())
+    return duration_s, in_step / total, in_forward / total
+
+
+def test_deferred_updates_move_during_the_next_forward(tmp_path, monkeypatch):
+    serial_s, serial_in_step, serial_in_forward = timed_steps("serial", tmp_path, monkeypatch)
+    deferred_s, deferred_in_step, deferred_in_forward = timed_steps("deferred", tmp_path, monkeypatch)
+    print(f"deferred / serial step time {deferred_s / serial_s:.2f}; share of update bytes inside step() "
+          f"{deferred_in_step:.3f} (serial {serial_in_step:.3f}), in forward {deferred_in_forward:.3f}")
+    assert serial_in_step == 1.0 and serial_in_forward == 0.0
+    assert deferred_in_step < 0.05
+    assert deferred_in_forward >= 0.8
+    assert deferred_s < 0.85 * serial_s
+
+
+class SlowReads(ThreadSsdIo):
+    def _pread(self, fd, view, offset):
+        time.sleep(0.02)
+        return super()._pread(fd, view, offset)
+
+
+def test_prefetch_hides_reads(tmp_path, monkeypatch):
+    use_doubles(monkeypatch, make_io=SlowReads)
+    seconds = {}
+    for depth in (0, 2):
+        model = SleepyModel(inner=64, sleep_s=0.02)
+        x = torch.randn(2, 64)
+        with engine_for(model, engine_config(tmp_path, prefetch_depth=depth)) as engine, torch.no_grad():
+            engine(x)
+            start = time.monotonic()
+            for _ in range(3):
+                engine(x)
+            seconds[depth] = time.monotonic() - start
+    print(f"forward with prefetch_depth 2 / 0: {seconds[2] / seconds[0]:.2f}")
+    assert seconds[2] < 0.8 * seconds[0]
