@@ -17,4 +17,4 @@ def activate() -> None:
 
         hooks.install()
     except Exception:
-        logging.getLogger("lohan_ds").warning('lohan_ds is not active: its "lohan" section has no effect', exc_info=True)
+        logging.getLogger("lohan_ds").warning("lohan_ds is not active", exc_info=True)

@@ -14,7 +14,9 @@ make_environment "${VENV:-.venv-quickstart}" ".[hf]" gguf
 OUT="${OUT:-outputs/smollm2}"
 rm -rf "$OUT/model"
 mkdir -p "$OUT"
-deepspeed --num_gpus 1 --no_local_rank examples/finetune_smollm2.py \
+# DeepSpeed's fixed port would meet any other run on this machine.
+port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+deepspeed --num_gpus 1 --no_local_rank --master_port "$port" --log_level warning examples/finetune_smollm2.py \
     --ds-config "${DS_CONFIG:-examples/lohan_smollm2.json}" --out "$OUT" --ssd "$OUT/ssd" "$@"
 
 echo "Loading $OUT/model in a fresh process, in plain transformers:"

@@ -134,6 +134,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         call failed.
         """
         offload = self.offload
+        self.optimizer._opt_called = True   # else torch's schedulers on the carrier warn that nobody steps
         offload.gradients.check()
         self._refuse_unfrozen()
         scale = self.loss_scale

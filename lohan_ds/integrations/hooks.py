@@ -2,8 +2,8 @@
 
 Only the standard library is used here, because this runs inside `import torch` and inside `import deepspeed`. For the
 same reason the targets are leaf modules: when torch calls us, `deepspeed` may well be half imported already.
-A patch that fails must not break `import deepspeed` for people without a "lohan" section: the error is logged, kept, and
-raised when a config with that section is read.
+A patch that fails must not break `import deepspeed` for people without a "lohan" section: the error is logged, kept,
+and raised when a config with that section is read.
 """
 
 import functools

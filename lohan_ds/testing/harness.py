@@ -17,13 +17,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def init_one_rank() -> None:
-    """Makes this process rank 0 of 1 on the CPU accelerator, unless a launcher already made it something."""
-    import deepspeed
-    if "RANK" not in os.environ:
+    """Makes this process rank 0 of 1 on the CPU accelerator, unless a launcher already made it something.
+
+    One rank needs no collectives over shared memory, for which DeepSpeed would compile an op (30 s, and a compiler).
+    """
+    launched = "RANK" in os.environ
+    if not launched:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import deepspeed
+    if not launched:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
 
 

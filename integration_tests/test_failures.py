@@ -1,0 +1,373 @@
+"""What is left when a run ends badly: nothing. And what goes on after an exception that the user caught: exact training."""
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from integration_tests.test_timing import (LR, SlowWrites, engine_config, make_batches, train_engine, train_twin,
+                                           use_doubles)
+from lohan_ds.errors import CapacityError, StepError, StoreError
+from lohan_ds.testing.delayed_streams import DelayedStreams
+from lohan_ds.testing.faulty_io import FaultyIo
+from lohan_ds.testing.harness import engine_for, engine_state, init_one_rank
+from lohan_ds.testing.models import OddModel, lm_batch, loss_of
+from lohan_ds.testing.twin import Twin, assert_same_bits
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "failing_training.py")
+
+
+def our_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(("lohan-", "delayed-")))
+
+
+def open_files(directory) -> list[str]:
+    paths = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [path for path in paths if path.startswith(str(directory))]
+
+
+def hooks_of(model: nn.Module) -> int:
+    """Hooks on modules and parameters, all kinds."""
+    counts = [len(value) for module in model.modules() for name, value in vars(module).items()
+              if name.endswith("_hooks") and hasattr(value, "__len__")]
+    counts += [len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()]
+    return sum(counts)
+
+
+def assert_nothing_left(ssd) -> None:
+    assert our_threads() == []
+    assert open_files(ssd) == []
+    assert os.listdir(ssd) == []
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path):
+    gc.collect()
+    assert our_threads() == []
+    yield
+    gc.collect()
+    assert our_threads() == []
+
+
+# -- exceptions in the user's code -------------------------------------------------------------------------------------
+
+class _BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("bad backward")
+
+
+class BreakableModel(OddModel):
+    """Fails in its middle layer: `breaks` is None, "forward" or "backward"."""
+
+    breaks = None
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].register_forward_hook(self._after_layer)
+
+    def _after_layer(self, layer, args, output):
+        if self.breaks == "forward":
+            raise RuntimeError("bad forward")
+        return _BadBackward.apply(output) if self.breaks == "backward" else output
+
+
+@pytest.mark.parametrize("breaks", ["forward", "backward"])
+@pytest.mark.parametrize("doubles", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_goes_on_after_an_exception(breaks, doubles, accumulation, tmp_path, monkeypatch):
+    if doubles:
+        use_doubles(monkeypatch, DelayedStreams(0, max_delay_s=0.001),
+                    functools.partial(FaultyIo, seed=0, max_delay_s=0.001))
+    model = BreakableModel()
+    batches = make_batches(model, 4, accumulation)
+    with engine_for(model, engine_config(tmp_path, clip=1.0, accumulation=accumulation)) as engine:
+        train_engine(engine, batches[:2])
+        engine.backward(loss_of(engine, batches[2][0]))  # of a step that is never finished if accumulation is 3
+        if accumulation == 1:
+            engine.optimizer.reset_step()
+        else:
+            engine.step()
+        model.breaks = breaks
+        with pytest.raises(RuntimeError, match=f"bad {breaks}"):
+            engine.backward(loss_of(engine, batches[3][0]))
+        model.breaks = None
+        train_engine(engine, batches[2:])
+        state = engine_state(engine)
+        assert engine.global_steps == 4
+    assert_same_bits(state, train_twin(OddModel(), batches, clip=1.0))
+    assert_nothing_left(tmp_path)
+
+
+# -- failures in the background ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("update", ["deferred", "serial"])
+@pytest.mark.parametrize("operation,number", [("write", errno.EIO), ("read", errno.EIO), ("write", errno.ENOSPC)])
+def test_a_failing_disk_surfaces_at_the_next_call(operation, number, update, tmp_path, monkeypatch):
+    use_doubles(monkeypatch, make_io=FaultyIo)
+    batches = make_batches(OddModel(), 4)
+    with engine_for(OddModel(), engine_config(tmp_path, clip=1.0, update=update)) as engine:
+        train_engine(engine, batches[:2])
+        engine.backward(loss_of(engine, batches[2][0]))
+        engine.offload.io.inject(operation, number, at_call=3)
+        with pytest.raises(StepError) as raised:
+            engine.step()
+            loss_of(engine, batches[3][0])
+        assert str(tmp_path) in str(raised.value) and os.strerror(number) in str(raised.value)
+        if number == errno.ENOSPC:
+            assert "needed" in str(raised.value) and "free" in str(raised.value)
+        causes, cause = [], raised.value
+        while cause is not None:
+            causes.append(type(cause))
+            cause = cause.__cause__
+        assert StoreError in causes and OSError in causes
+        for call in (lambda: loss_of(engine, batches[3][0]), engine.optimizer.step, lambda: engine_state(engine)):
+            with pytest.raises(StepError):
+                call()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_disk_that_fills_up_while_the_model_is_taken_over(tmp_path, monkeypatch):
+    class FullDisk(FaultyIo):
+        def __init__(self, num_threads):
+            super().__init__(num_threads)
+            self.inject("write", errno.ENOSPC, after_bytes=10_000)
+
+    use_doubles(monkeypatch, make_io=FullDisk)
+    with pytest.raises(StoreError, match=f"{tmp_path}.*needed.*free"), \
+            engine_for(OddModel(), engine_config(tmp_path)):
+        pass
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("limited_by", ["lohan.ssd_space", "disk"])
+def test_too_little_space_is_refused_before_anything_is_written(limited_by, tmp_path, monkeypatch):
+    model = OddModel(hidden=330, num_layers=3, vocab=13100)   # 8.6 million parameters, 100 MB of state
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    more = {"ssd_space": "20MB"} if limited_by == "lohan.ssd_space" else {}
+    if limited_by == "disk":
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
+    with pytest.raises(CapacityError, match="needed") as raised, engine_for(model, engine_config(tmp_path, **more)):
+        pass
+    assert "ssd" in str(raised.value).lower()
+    assert_nothing_left(tmp_path)
+    for name, param in model.named_parameters():
+        values = param.ds_tensor.view(param.ds_shape) if hasattr(param, "ds_tensor") else param
+        assert torch.equal(values, before[name])
+
+
+# -- destroy, collect, repeat ----------------------------------------------------------------------------------------------
+
+def test_destroy_twice_and_during_an_update(tmp_path, monkeypatch):
+    use_doubles(monkeypatch, make_io=functools.partial(SlowWrites))
+    model = OddModel(num_layers=12)
+    with engine_for(model, engine_config(tmp_path, clip=1.0, chunk_bytes="24KiB")) as engine:
+        train_engine(engine, make_batches(model, 1))
+        engine.destroy()
+        assert_nothing_left(tmp_path)
+        engine.destroy()
+    assert_nothing_left(tmp_path)
+    assert hooks_of(model) == 0
+
+
+def test_destroy_does_not_wait_for_a_long_update(tmp_path, monkeypatch):
+    class VerySlowWrites(FaultyIo):
+        def _pwrite(self, fd, view, offset):
+            time.sleep(self.write_delay_s)
+            return super()._pwrite(fd, view, offset)
+
+        write_delay_s = 0.0
+
+    use_doubles(monkeypatch, make_io=VerySlowWrites)
+    model = OddModel(num_layers=12)
+    with engine_for(model, engine_config(tmp_path, chunk_bytes="24KiB", ssd_threads=1)) as engine:
+        engine.backward(loss_of(engine, lm_batch(131)))
+        engine.offload.io.write_delay_s = 0.2
+        engine.offload.io.inject("write", errno.EIO, at_call=10**9)  # counts from here
+        engine.step()
+        engine.destroy()
+        num_writes = engine.offload.io.num_calls["write"]
+    assert num_writes < len(engine.offload.blocks)   # the whole update has two and more for each
+    assert_nothing_left(tmp_path)
+
+
+def test_an_engine_that_is_forgotten_is_closed(tmp_path):
+    import deepspeed
+    init_one_rank()
+    model = OddModel()
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=engine_config(tmp_path))
+    train_engine(engine, make_batches(model, 1))
+    assert our_threads() and os.listdir(tmp_path)
+    del engine, optimizer, model
+    gc.collect()
+    assert_nothing_left(tmp_path)
+
+
+def test_engines_one_after_the_other_leave_nothing(tmp_path):
+    batches = make_batches(OddModel(), 2)
+    num_fds, rss, states = [], [], []
+    for _ in range(5):
+        model = OddModel()
+        with engine_for(model, engine_config(tmp_path, clip=1.0)) as engine:
+            train_engine(engine, batches)
+            states.append(engine_state(engine))
+        assert_nothing_left(tmp_path)
+        assert hooks_of(model) == 0
+        del model, engine
+        gc.collect()
+        num_fds.append(len(os.listdir("/proc/self/fd")))
+        rss.append(psutil.Process().memory_info().rss)
+    assert num_fds[-1] <= num_fds[0]
+    assert rss[-1] - rss[0] < 40e6
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+
+
+def test_two_engines_side_by_side(tmp_path):
+    batches = [make_batches(OddModel(), 3, seed=seed) for seed in (1, 2)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with engine_for(OddModel(seed=1), engine_config(tmp_path / "a", clip=1.0)) as a, \
+            engine_for(OddModel(seed=2), engine_config(tmp_path / "b", "bf16", update="serial")) as b:
+        for step_a, step_b in zip(*batches):
+            loss_a, loss_b = loss_of(a, step_a[0]), loss_of(b, step_b[0])
+            b.backward(loss_b)
+            a.backward(loss_a)
+            a.step()
+            b.step()
+        states = engine_state(a), engine_state(b)
+    assert_same_bits(states[0], train_twin(OddModel(seed=1), batches[0], clip=1.0))
+    assert_same_bits(states[1], train_twin(OddModel(seed=2), batches[1], "bf16"))
+    assert_nothing_left(tmp_path / "a")
+    assert_nothing_left(tmp_path / "b")
+
+
+# -- processes that end badly ----------------------------------------------------------------------------------------------
+
+class Run:
+    """A training process, or DeepSpeed's launcher with one, in a session of its own."""
+
+    def __init__(self, tmp_path, how, launcher):
+        self.ssd, self.status_file = tmp_path / "ssd", tmp_path / "status"
+        self.ssd.mkdir(parents=True)
+        self.log = open(tmp_path / "log", "w+b")
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+               "PYTHONPATH": os.path.dirname(os.path.dirname(SCRIPT))}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [SCRIPT, str(self.ssd), str(self.status_file), how]
+        if launcher:
+            command = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", port, *command]
+        else:
+            env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.process = psutil.Popen([sys.executable, *command], env=env, stdout=self.log, stderr=subprocess.STDOUT,
+                                    start_new_session=True)
+        self.num_processes = 3 if launcher else 1
+        self.family = [self.process]
+
+    def wait_for(self, status):
+        """Until the script got that far; False if it ended before."""
+        while not (self.status_file.exists() and status in self.status_file.read_text().splitlines()):
+            if not psutil.pid_exists(self.process.pid) or self.process.poll() is not None:
+                return False
+            time.sleep(0.05)
+        self.family = [self.process, *self.process.children(recursive=True)]
+        assert len([p for p in self.family if p.name().startswith("python")]) == self.num_processes, self.output()
+        return True
+
+    def output(self):
+        self.log.flush()
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-6000:]
+
+    def assert_all_gone(self, within_s=10):
+        """All processes gone, exit status not 0, nothing on the SSD."""
+        gone, alive = psutil.wait_procs(self.family, timeout=within_s)
+        assert not alive, (alive, self.output())
+        assert self.process.returncode != 0, self.output()
+        assert os.listdir(self.ssd) == [], self.output()
+
+    def kill(self):
+        for process in self.family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.log.close()
+
+
+RUNS = [(how, launcher) for how in ("raise", "loop SIGINT", "loop SIGTERM") for launcher in (False, True)] + [
+    ("loop kill launch", True), ("loop kill runner", True), ("finish", False)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All at once: most of their time they import, which the cores can share."""
+    made = {key: Run(tmp_path_factory.mktemp("run"), key[0].split()[0], key[1]) for key in RUNS}
+    yield made
+    for run in made.values():
+        run.kill()
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_an_exception_in_step_2_ends_the_run(launcher, runs):
+    run = runs["raise", launcher]
+    if run.wait_for("step 1"):
+        run.process.wait(timeout=30)
+    run.assert_all_gone()
+    assert "step 2 is bad" in run.output()
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_ctrl_c_ends_the_run(launcher, runs):
+    run = runs["loop SIGINT", launcher]
+    assert run.wait_for("step 0"), run.output()
+    os.killpg(run.process.pid, signal.SIGINT)   # what a terminal does
+    run.assert_all_gone()
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_sigterm_during_slow_writes_ends_the_run(launcher, runs):
+    run = runs["loop SIGTERM", launcher]
+    assert run.wait_for("step 0"), run.output()
+    run.process.terminate()
+    run.assert_all_gone()
+
+
+@pytest.mark.parametrize("which", ["launch", "runner"])
+def test_a_killed_launcher_takes_the_run_along(which, runs):
+    run = runs[f"loop kill {which}", True]
+    assert run.wait_for("step 0"), run.output()
+    victim, = [p for p in run.family if f"deepspeed.launcher.{which}" in p.cmdline()]
+    victim.kill()
+    gone, alive = psutil.wait_procs(run.family, timeout=10)
+    assert not alive, (alive, run.output())
+    assert os.listdir(run.ssd) == [], run.output()
+
+
+def test_a_script_that_forgets_to_destroy_ends_well(runs):
+    run = runs["finish", False]
+    assert run.process.wait(timeout=60) == 0, run.output()
+    assert "finished" in run.status_file.read_text()
+    assert os.listdir(run.ssd) == []

@@ -1,0 +1,233 @@
+"""Engine against twin: the same training run out-of-core and in memory, every number compared bit for bit.
+
+`lohan verify` and the tests are lists of `Case`s. A case is one plan of the engine and one kind of training; the twin
+knows nothing of the plan, so cases that differ only in it share one twin run. The twin runs first and on its own: the
+engine then trains without pauses in which a late update could catch up.
+"""
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lohan_ds.errors import ConfigError
+from lohan_ds.grad_norm import clip_coefficient
+from lohan_ds.testing.harness import DTYPES, ds_config, engine_for, engine_state, init_one_rank
+from lohan_ds.testing.models import OddModel, lm_batch, loss_of, tiny_gpt2, tiny_llama, vocab_of
+from lohan_ds.testing.twin import State, Twin, diff_bits
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama tied": lambda: tiny_llama(tied=True),
+    "llama untied": lambda: tiny_llama(tied=False),
+    "gpt2": tiny_gpt2,
+    "odd": OddModel,
+}
+TIERS = {"host": ("host", "host"), "ssd": ("ssd", "ssd"), "mixed": ("host", "ssd")}   # of parameters, of state
+CLIPS = {"off": 0.0, "never": 1e6, "always": 1e-3}
+CHUNK_BYTES = 24 * 1024     # the smallest: even the tiny models' blocks have several chunks
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to compare. `clip` says how often the limit is reached: its value is in `CLIPS`."""
+    model: str
+    tier: str
+    update: str
+    clip: str
+    accumulation: int
+    dtype: str
+    steps: int
+
+    def __str__(self) -> str:
+        return (f"{self.model}, {self.tier}, {self.update}, clip {self.clip}, accumulation {self.accumulation}, "
+                f"{self.dtype}, {self.steps} steps")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """`num_clipped_steps` is of the engine. `first_difference` is None when all bits are the same."""
+    case: Case
+    same: bool
+    first_difference: str | None
+    seconds: float
+    num_clipped_steps: int
+
+
+class Run(NamedTuple):
+    """What a training run showed."""
+    losses: list[float]             # of every micro-step
+    norms: list[float]              # of every step, before clipping
+    states: dict[int, State]        # by steps done: after the first (where asked for) and after the last
+
+
+def full_matrix(steps: int = 10, tiers: Sequence[str] = tuple(TIERS), models: Sequence[str] = tuple(MODELS),
+                dtypes: Sequence[str] = ("fp32", "bf16")) -> list[Case]:
+    """Every combination; those that share a twin run are neighbours."""
+    return [Case(model, tier, update, clip, accumulation, dtype, steps)
+            for model, dtype, clip, accumulation, tier, update in product(
+                models, dtypes, CLIPS, (1, 3), tiers, ("serial", "deferred"))]
+
+
+def quick_matrix(steps: int = 5, **values: Any) -> list[Case]:
+    """What `lohan verify` runs by default; `values` as for `full_matrix`."""
+    return pairwise(full_matrix(steps, **values))
+
+
+def pairwise(matrix: Iterable[Case]) -> list[Case]:
+    """A small part of `matrix` in which every pair of values of two fields occurs that occurs in the whole."""
+    cases = list(matrix)
+    pairs = {case: set(combinations(zip((f.name for f in fields(case)), astuple(case)), 2)) for case in cases}
+    missing = set().union(*pairs.values()) if cases else set()
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs[case] & missing))   # the first of equals
+        chosen.append(best)
+        missing -= pairs[best]
+    return sorted(chosen, key=cases.index)
+
+
+def load_model(folder: str, num_layers: int | None = None) -> nn.Module:
+    """A Hugging Face causal LM from a folder, in fp32, with its first `num_layers` layers only."""
+    from transformers import AutoConfig, AutoModelForCausalLM, logging
+    logging.set_verbosity_error()   # it would warn about the layers left out
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if num_layers is not None:
+        if num_layers > config.num_hidden_layers:
+            raise ConfigError(f"{folder} has {config.num_hidden_layers} layers, got {num_layers}")
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+    for param in model.parameters():
+        param.data = param.data.clone()   # aligned: a mapped file's weights may lie anywhere, which changes GEMM bits
+    return model
+
+
+def run_case(case: Case, ssd_paths: Sequence[str], **more: Any) -> CaseResult:
+    return next(run_cases([case], ssd_paths, **more))
+
+
+def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Callable[[], nn.Module] | None = None,
+              chunk_bytes: int | None = CHUNK_BYTES, look_early: bool = True,
+              flip_bit: bool = False) -> Iterator[CaseResult]:
+    """Trains and compares case by case.
+
+    make_model: instead of the case's built-in model; must give the same weights each time. look_early: compare the
+    state also after the first step, not only after the last (needs memory for one more state). flip_bit: changes the
+    lowest bit of one weight of the twin, to show that the comparison fails.
+    """
+    init_one_rank()   # before transformers imports deepspeed, which then looks for an accelerator
+    twin_key, expected = None, None
+    for case in cases:
+        start_s = time.perf_counter()
+        make = make_model or MODELS[case.model]
+        key = (case.model, case.clip, case.accumulation, case.dtype, case.steps)
+        if key != twin_key:
+            expected = None   # frees the last one first
+            twin_key, expected = key, _train_twin(case, make(), look_early, flip_bit)
+        got = _train_engine(case, make(), ssd_paths, chunk_bytes, tuple(expected.states))
+        num_clipped = sum(clip_coefficient(norm, CLIPS[case.clip]) != 1.0 for norm in got.norms)
+        difference = first_difference(got, expected, case.accumulation) or _wrong_clipping(case, num_clipped)
+        yield CaseResult(case, difference is None, difference, time.perf_counter() - start_s, num_clipped)
+
+
+def first_difference(got: Run, expected: Run, accumulation: int) -> str | None:
+    """Where the engine's numbers (`got`) leave the twin's, in the order in which they came; None if nowhere."""
+    for step, (norm, expected_norm) in enumerate(zip(got.norms, expected.norms, strict=True), start=1):
+        for micro in range((step - 1) * accumulation, step * accumulation):
+            if _bits(got.losses[micro]) != _bits(expected.losses[micro]):
+                return (f"loss of step {step}, micro-step {micro % accumulation + 1}: "
+                        f"{got.losses[micro]!r}, twin {expected.losses[micro]!r}")
+        if _bits(norm) != _bits(expected_norm):
+            return f"gradient norm of step {step}: {norm!r}, twin {expected_norm!r}"
+        if step in expected.states:
+            lines = diff_bits(got.states[step], expected.states[step])
+            if lines:
+                return f"state after step {step}: {lines[0]}" + (f" and {len(lines) - 1} more" if lines[1:] else "")
+    return None
+
+
+def _wrong_clipping(case: Case, num_clipped: int) -> str | None:
+    """A case whose limit was not reached as its name says shows nothing."""
+    wanted = case.steps if case.clip == "always" else 0
+    return None if num_clipped == wanted else f"{num_clipped} of {case.steps} steps were clipped, {wanted} expected"
+
+
+def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) -> Run:
+    model.train()
+    if flip_bit:
+        _flip_lowest_bit(next(model.parameters()), DTYPES[case.dtype])
+    twin = Twin(model, _two_groups, DTYPES[case.dtype], CLIPS[case.clip], case.accumulation, lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, _lr_factor)
+    run = Run([], [], {})
+    torch.manual_seed(0)
+    for step in range(1, case.steps + 1):
+        run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step))
+        run.norms.append(twin.step()[0])
+        scheduler.step()
+        if step == case.steps or (step == 1 and look_early):
+            run.states[step] = twin.state()
+    twin.close()
+    return run
+
+
+def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_bytes: int | None,
+                  look_after: Sequence[int]) -> Run:
+    """look_after: the steps after which to take the state, which makes updates in flight end."""
+    model.train()
+    param_tier, optimizer_tier = TIERS[case.tier]
+    section = {"update": case.update, "param_tier": param_tier, "optimizer_tier": optimizer_tier,
+               "chunk_bytes": chunk_bytes or "auto"}
+    if "ssd" in (param_tier, optimizer_tier):
+        section["ssd_paths"] = list(ssd_paths)
+    config = ds_config(section, dtype=case.dtype, clip=CLIPS[case.clip], accumulation=case.accumulation)
+    optimizer = torch.optim.AdamW(_two_groups(model), lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor)
+    run = Run([], [], {})
+    with engine_for(model, config, optimizer, scheduler) as engine:
+        torch.manual_seed(0)
+        for step in range(1, case.steps + 1):
+            for batch in _batches(case, model, step):
+                loss = loss_of(engine, batch)
+                engine.backward(loss)
+                engine.step()
+                run.losses.append(loss.item())
+            run.norms.append(engine.get_global_grad_norm())
+            if step in look_after:
+                run.states[step] = engine_state(engine)
+    return run
+
+
+def _batches(case: Case, model: nn.Module, step: int) -> Iterator[dict]:
+    for micro in range(case.accumulation):
+        yield lm_batch(vocab_of(model), seed=step * case.accumulation + micro)
+
+
+def _lr_factor(num_steps: int) -> float:
+    """Another learning rate at every step: three of warm-up, then decay."""
+    return min((num_steps + 1) / 3, 3 / (num_steps + 1))
+
+
+def _two_groups(model: nn.Module) -> list[dict]:
+    """As Hugging Face makes them: no weight decay for biases and norms."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
+
+
+def _flip_lowest_bit(param: nn.Parameter, dtype: torch.dtype) -> None:
+    param.data = param.data.to(dtype)
+    param.data.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)[0] ^= 1
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
