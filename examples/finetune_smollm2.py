@@ -16,7 +16,15 @@ from pathlib import Path
 import psutil
 import torch
 from deepspeed.ops import __compatible_ops__
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -70,6 +78,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[progress],
     )
+    trainer.remove_callback(PrinterCallback)  # ours prints
     progress.trainer = trainer
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -130,6 +139,8 @@ class Progress(TrainerCallback):
             self._last_time = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if "eval_loss" in logs:
+            print(f"step {state.global_step:3d}  loss on held-out text {logs['eval_loss']:.4f}", flush=True)
         if "loss" not in logs:
             return
         num_steps = state.global_step - self._last_step

@@ -100,10 +100,8 @@ def test_training_goes_on_after_an_exception(breaks, doubles, accumulation, tmp_
     batches = make_batches(model, 4, accumulation)
     with engine_for(model, engine_config(tmp_path, clip=1.0, accumulation=accumulation)) as engine:
         train_engine(engine, batches[:2])
-        engine.backward(loss_of(engine, batches[2][0]))  # of a step that is never finished if accumulation is 3
-        if accumulation == 1:
-            engine.optimizer.reset_step()
-        else:
+        engine.backward(loss_of(engine, batches[2][0]))   # its gradients are dropped by the exception
+        if accumulation > 1:
             engine.step()
         model.breaks = breaks
         with pytest.raises(RuntimeError, match=f"bad {breaks}"):
@@ -151,9 +149,10 @@ def test_a_disk_that_fills_up_while_the_model_is_taken_over(tmp_path, monkeypatc
             self.inject("write", errno.ENOSPC, after_bytes=10_000)
 
     use_doubles(monkeypatch, make_io=FullDisk)
-    with pytest.raises(StoreError, match=f"{tmp_path}.*needed.*free"), \
+    with pytest.raises(StoreError, match="bytes needed, free") as raised, \
             engine_for(OddModel(), engine_config(tmp_path)):
         pass
+    assert str(tmp_path) in str(raised.value)
     assert_nothing_left(tmp_path)
 
 

@@ -61,7 +61,9 @@ class LohanEngine(DeepSpeedEngine):
         """A torch optimizer that carries the hyper-parameters; DeepSpeed's own would compile an op for nothing."""
         params = dict(self.optimizer_params() or {})
         decoupled = params.pop("adam_w_mode", True) or self.optimizer_name() == "adamw"
-        for key in ("torch_adam", "fused", "foreach", "fp32_optimizer_states", "bias_correction"):
+        if not params.pop("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)   # of DeepSpeed's Adams; torch's AdamW decays by default
+        for key in ("fused", "foreach", "fp32_optimizer_states", "bias_correction", "set_grad_none"):
             params.pop(key, None)
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(model_parameters, **params)
 
@@ -109,7 +111,8 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is None:
             return super().backward(loss, **kwargs)
         try:
-            return super().backward(loss, **kwargs)
+            with self.offload.streamer.saved_tensors_hooks():   # for what reentrant checkpoints compute again
+                return super().backward(loss, **kwargs)
         except BaseException:
             self.reset_step()
             raise
@@ -118,6 +121,7 @@ class LohanEngine(DeepSpeedEngine):
         """After an exception in forward or backward: the step under way is as if it had not begun."""
         if self.offload is not None and isinstance(self.optimizer, LohanOptimizer):
             self.optimizer.reset_step()
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()   # their gradients are gone too
 
     def lohan_stats(self) -> dict[str, int]:
         """Bytes moved and held so far; see `Offload.stats`."""
@@ -195,4 +199,6 @@ class LohanEngine(DeepSpeedEngine):
         super().destroy()
         if self.offload is not None:
             self.offload.close()
+            self.module_forward_pre_hook.remove()   # DeepSpeed leaves them, and with them the engine, on the model
+            self.module_forward_post_hook.remove()
 

@@ -42,8 +42,8 @@ class Offload:
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
         self.blocks = self.model_blocks.blocks
         self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
-        self._closers: list = []
-        self._closed = False
+        self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
+        self.streamer: ParamStreamer | None = None
         try:
             self._build(config, budgets, streams or make_streams(device), make_io, set_status)
         except BaseException:
@@ -54,35 +54,30 @@ class Offload:
         self.streams = streams
         self.budget = MemoryBudget("host", budgets.host_bytes)
         self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
-        self._closers += [self.pool.close, streams.close]
+        self.closers += [self.pool.close, streams.close]
         self.io, run_dirs = None, []
         if "ssd" in self.plan.param_tier + self.plan.state_tier:
             self.io = make_io(config.ssd_threads or 4)
-            self._closers.append(self.io.close)
+            self.closers.append(self.io.close)
             run_dirs = [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
                         for path in config.ssd_paths]
         self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs)
-        self._closers.append(self.store.close)
+        self.closers.append(self.store.close)
         for block, params in zip(self.blocks, self.model_blocks.params):
             self.store.write_initial(block.index, _take_values(block, params))
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool)
-        self._closers.append(self.gradients.close)
+        self.closers.append(self.gradients.close)
         take_staging = None if streams.unified else (lambda nbytes: self.pool.alloc(nbytes, "parameter staging"))
         self.streamer = ParamStreamer(self.model_blocks.units, self.blocks, self.model_blocks.params, self.store,
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
                                       self._on_edit, self.gradients.check, set_status)
         self.streamer.attach()
-        self._closers.append(self.streamer.detach)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for closer in reversed(self._closers):
-            try:
-                closer()
-            except Exception:  # noqa: BLE001 - the others must be closed too
-                logger.exception("while closing")
+        if self.streamer is not None and self.closers:
+            self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
+            self.closers.append(self.streamer.detach)
+        close_all(self.closers)
 
     # -- values by parameter -------------------------------------------------------------------------------------
 
@@ -133,6 +128,16 @@ class Offload:
         return {"ssd_bytes_read": self.store.bytes_read, "ssd_bytes_written": self.store.bytes_written,
                 "host_bytes": self.budget.used_bytes, "host_peak_bytes": self.budget.peak_bytes,
                 "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched}
+
+
+def close_all(closers: list) -> None:
+    """Calls the last one first and empties the list, so a second call does nothing."""
+    while closers:
+        closer = closers.pop()
+        try:
+            closer()
+        except Exception:  # noqa: BLE001 - the others must be closed too
+            logger.exception("while closing")
 
 
 def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,

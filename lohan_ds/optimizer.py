@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 
 import torch
 from deepspeed import comm as dist
@@ -34,6 +35,10 @@ def is_decoupled(carrier: torch.optim.Optimizer) -> bool:
         return bool(getattr(carrier, "adam_w_mode", True))
     raise ConfigError(f"lohan updates with Adam or AdamW; got {name}. Use torch.optim.AdamW, or leave the optimizer "
                       "to the JSON (\"optimizer\": {\"type\": \"AdamW\"}) or to Trainer's default")
+
+
+def _call_weakly(method: weakref.WeakMethod, *args) -> None:
+    method()(*args)
 
 
 class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
@@ -73,7 +78,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             for slot, param in enumerate(members):
                 param._z3_optimizer = self
                 if block.trainable:
-                    hook = functools.partial(self._on_gradient, block.index, slot)
+                    # weak: Python's collector does not look into these hooks, so a cycle through one is for ever
+                    hook = functools.partial(_call_weakly, weakref.WeakMethod(self._on_gradient), block.index, slot)
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def _slot(self, block_index: int, slot: int):

@@ -1,7 +1,9 @@
 """How a run ends: normally, by an exception, Ctrl-C, SIGTERM or a killed launcher, its files and threads go with it."""
 from __future__ import annotations
 
-import ctypes
+import atexit
+import os
+import select
 import signal
 import sys
 import threading
@@ -9,14 +11,21 @@ import weakref
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from lohan_ds.offload import close_all
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner",
+              "accelerate.commands.launch", "torch.distributed.run", "torch.distributed.launch")
 
 
 def close_at_end(engine, offload) -> None:
     """Closes `offload` when `engine` is collected or the interpreter exits, whichever is first; SIGTERM exits."""
-    weakref.finalize(engine, offload.close)
+    weakref.finalize(engine, close_all, offload.closers)   # offload itself would keep model and engine alive
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit_on_signal)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:   # under nohup SIGHUP is ignored, and stays so
+                signal.signal(number, _exit_on_signal)
+        atexit.register(_close_undisturbed)   # after weakref's, so it is called before
         _end_with_launcher()
 
 
@@ -24,11 +33,36 @@ def _exit_on_signal(number: int, frame) -> None:
     sys.exit(128 + number)
 
 
+def _close_undisturbed() -> None:
+    """After Ctrl-C the launcher also sends SIGTERM, and users press it twice: files must be removed all the same."""
+    for number in (*_SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end_with_launcher() -> None:
-    """The kernel sends us SIGTERM when DeepSpeed's launcher dies, even by kill -9. Other parents may go away."""
+    """We get SIGTERM when a launcher above us ends, even by kill -9. Other parents, like a shell, may go away.
+
+    DeepSpeed's has two processes, and neither ends the other when it is killed.
+    """
     try:
-        parent = " ".join(psutil.Process().parent().cmdline())
-        if "deepspeed.launcher.launch" in parent:
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        watched = select.poll()
+        for parent in psutil.Process().parents():
+            if _program(parent.cmdline()) in _LAUNCHERS:
+                watched.register(os.pidfd_open(parent.pid), select.POLLIN)   # open for as long as we live
     except (psutil.Error, AttributeError, OSError):
-        pass   # not Linux, or the parent is already gone
+        return   # not Linux, or a parent is already gone
+    thread = threading.Thread(target=_wait_for_end, args=(watched,), name="launcher-watch", daemon=True)
+    thread.start()
+
+
+def _program(command: list[str]) -> str:
+    """Of a command line: the name of the program or, run by Python, of the script or module."""
+    words = [os.path.basename(word) for word in command if not word.startswith("-")]
+    if len(words) > 1 and words[0].startswith("python"):
+        words = words[1:]
+    return words[0] if words else ""
+
+
+def _wait_for_end(watched: select.poll) -> None:
+    watched.poll()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,10 @@
 
 Whatever runs in the background (a read, a write, a copy, an update) is handed back as a `Work`. Whoever holds
 a `Work` also holds, through it, the buffers the operation touches.
+
+[Note: no cycles] Once a work has ended it refers to nothing but its result: callbacks and held buffers are let go.
+`concurrent.futures.Future` keeps its callbacks, and through them every buffer of a chain of works, until Python's
+cyclic collector happens to run: a whole set of parameters per step.
 """
 from __future__ import annotations
 
@@ -14,13 +18,18 @@ from typing import Any
 class Work:
     """A result that may not be there yet.
 
-    `wait()` may be called from any thread and any number of times. `then()` callbacks run in the thread that
-    finishes the work, so they must be short and must not block.
+    `wait()` may be called from any thread and any number of times. Callbacks run in the thread that ends the work
+    (or at once, in the caller's, when it has ended), so they must be short and must not block or raise.
     """
+    __slots__ = ("_ended", "_lock", "_callbacks", "_value", "_error", "_holds", "__weakref__")
 
-    def __init__(self, future: Future | None = None, holds: Any = None):
-        self._future: Future = Future() if future is None else future
-        self._holds = holds  # buffers kept alive for as long as this Work is
+    def __init__(self, holds: Any = None):
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], Any]] = []
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._holds = holds  # buffers kept alive until the work has ended
 
     @classmethod
     def completed(cls, value: Any = None) -> Work:
@@ -29,8 +38,20 @@ class Work:
         return work
 
     @classmethod
+    def of_future(cls, future: Future, holds: Any = None) -> Work:
+        """The work that an executor's future stands for. `holds`: the buffers it touches."""
+        work = cls(holds)
+
+        def settle(ended: Future) -> None:
+            error = ended.exception()
+            work.finish(ended.result()) if error is None else work.fail(error)
+
+        future.add_done_callback(settle)
+        return work
+
+    @classmethod
     def all_of(cls, works: Iterable[Work], value: Any = None) -> Work:
-        """A Work that is done, with `value`, once all `works` are; it fails with the first failure (by position)."""
+        """A Work that ends, with `value`, once all `works` have; it fails with the first failure (by position)."""
         works = list(works)
         joint = cls(holds=works)
         remaining = len(works)
@@ -39,64 +60,76 @@ class Work:
             return joint
         lock = threading.Lock()
 
-        def one_done(_: Future) -> None:
+        def one_done() -> None:
             nonlocal remaining
             with lock:
                 remaining -= 1
-                last = remaining == 0
-            if not last:
-                return
-            failed = next((w.exception() for w in works if w.exception() is not None), None)
-            if failed is not None:
-                joint.fail(failed)
-            else:
-                joint.finish(value)
+                if remaining:
+                    return
+            failed = next((w._error for w in works if w._error is not None), None)
+            joint.finish(value) if failed is None else joint.fail(failed)
 
         for work in works:
-            work._future.add_done_callback(one_done)
+            work.on_done(one_done)
         return joint
 
     def then(self, fn: Callable[[Any], Any]) -> Work:
         """A Work for `fn(result)`; `fn` may itself return a Work, which is then awaited. Failures pass through."""
         follow = Work(holds=self)
 
-        def run(future: Future) -> None:
-            error = future.exception()
-            if error is not None:
-                follow.fail(error)
+        def run() -> None:
+            if self._error is not None:
+                follow.fail(self._error)
                 return
             try:
-                value = fn(future.result())
+                value = fn(self._value)
             except BaseException as raised:  # noqa: BLE001 - handed to whoever waits
                 follow.fail(raised)
                 return
             if isinstance(value, Work):
-                value._future.add_done_callback(
-                    lambda f: follow.fail(f.exception()) if f.exception() else follow.finish(f.result()))
-                follow._holds = (self, value)
+                value.on_done(lambda: follow.finish(value._value) if value._error is None
+                              else follow.fail(value._error))
             else:
                 follow.finish(value)
 
-        self._future.add_done_callback(run)
+        self.on_done(run)
         return follow
 
     def on_done(self, fn: Callable[[], Any]) -> None:
         """Calls `fn()` once the work has ended, well or not; at once if it has already."""
-        self._future.add_done_callback(lambda _: fn())
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(fn)
+                return
+        fn()
 
     def finish(self, value: Any = None) -> None:
-        self._future.set_result(value)
+        self._end(value, None)
 
     def fail(self, error: BaseException) -> None:
-        self._future.set_exception(error)
+        self._end(None, error)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                raise AssertionError("a work ends once")
+            self._value, self._error = value, error
+            callbacks, self._callbacks, self._holds = self._callbacks, [], None
+            self._ended.set()
+        for fn in callbacks:
+            fn()
 
     def exception(self) -> BaseException | None:
-        """The failure of a *finished* work, None if it succeeded."""
-        return self._future.exception()
+        """Waits for the end; the failure, None if it succeeded."""
+        self._ended.wait()
+        return self._error
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._ended.is_set()
 
     def wait(self) -> Any:
-        """Blocks until done; returns the value or raises what the work failed with."""
-        return self._future.result()
+        """Blocks until the work has ended; returns the value or raises what it failed with."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -12,6 +12,7 @@ clip coefficient is known before the first update starts. A parameter that got n
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -79,6 +80,7 @@ class GradientPipeline:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._last_step: Work = Work.completed()
+        self._stopping = False                   # set once, by any thread
         trainable = [block for block in blocks if block.trainable]
         largest = max((c.numel for block in trainable for c in block.chunks), default=0)
         self._scratch = pool.alloc(max(largest, 1) * 4, "gradient scratch of the update").view(torch.float32)
@@ -262,6 +264,8 @@ class GradientPipeline:
             chunks = _chunks_of(updates)
             loading: deque = deque()
             while True:
+                if self._stopping:
+                    raise StepError("the engine was closed while an update was under way")
                 while len(loading) < 2 and (item := next(chunks, None)) is not None:
                     update, chunk, runs, is_last = item
                     raw = self._ring.acquire()
@@ -280,6 +284,9 @@ class GradientPipeline:
             for update in updates:
                 if update.block.index not in published:
                     self._store.fail(update.block.index, error)
+            for block_index in published:   # their last writes may be under way
+                with contextlib.suppress(StepError):
+                    self._store.wait_published(block_index)
             raise
 
     def _update_chunk(self, update: BlockUpdate, chunk: Chunk, runs: list[Run], raw: Tensor, load: Work) -> Work:
@@ -328,8 +335,13 @@ class GradientPipeline:
         if error is not None:
             raise StepError(f"background work failed: {error}") from error
 
+    def stop(self) -> None:
+        """Ends an update under way at its next chunk; the blocks it did not come to fail. The store is void then."""
+        self._stopping = True
+
     def close(self) -> None:
-        """Ends both threads after what is queued; idempotent. A started update is finished, not cut."""
+        """Ends both threads; idempotent. An update under way is cut as by `stop`."""
+        self.stop()
         self._collect_jobs.put(None)
         self._updates.put(None)
         for thread in self._threads:

@@ -149,14 +149,13 @@ class ParamStreamer:
         with self._lock:
             for b in self._units[index].blocks:
                 self._residence[b].num_running -= 1
-            if _in_backward():
-                return  # a recompute: the unit's backward follows, and it is released when the next one begins
-            following = self._following(index)
-            needed_soon = {b for unit in following for b in self._units[unit].blocks}
-            is_last = not following and torch.is_grad_enabled()  # its backward comes next
-            for b in self._units[index].blocks:
-                if not is_last and b not in needed_soon:
-                    self._release(b)
+            if not _in_backward():  # else a recompute: it is released when the next unit begins
+                following = self._following(index)
+                needed_soon = {b for unit in following for b in self._units[unit].blocks}
+                is_last = not following and torch.is_grad_enabled()  # its backward comes next
+                for b in self._units[index].blocks:
+                    if not is_last and b not in needed_soon:
+                        self._release(b)
         if torch.is_grad_enabled() and output is not None:
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
             if outputs:

@@ -91,7 +91,7 @@ class BlockStore:
         _check(home.block, "out", out, home.dtype, 0, home.block.numel)
         if home.params is None:
             return order.read(lambda: home.read_params(out))
-        return order.read(lambda: Work(self._copier.submit(_copy, home.params, out), holds=out))
+        return order.read(lambda: Work.of_future(self._copier.submit(_copy, home.params, out), holds=out))
 
     def params_view(self, block_index: int) -> Tensor | None:
         """The host tensor of the params itself, (numel,) block dtype; None for params on SSD.

@@ -141,10 +141,12 @@ class ThreadSsdIo:
             if file.fd < 0:
                 raise StoreError(errno.EBADF, f"{nbytes} bytes at offset {offset} of a file that is closed", file.path)
             starts = range(0, nbytes, PIECE_BYTES)
-            file.num_pieces_in_flight += len(starts)
-            futures = [self._executor.submit(self._run_piece, piece_fn, file, view[start:start + PIECE_BYTES],
-                                             offset + start) for start in starts]
-        return Work.all_of([Work(future, holds=buffer) for future in futures], value=buffer)
+            futures = []
+            for start in starts:
+                futures.append(self._executor.submit(self._run_piece, piece_fn, file, view[start:start + PIECE_BYTES],
+                                                     offset + start))
+                file.num_pieces_in_flight += 1   # after: at interpreter exit submit raises; the piece needs our lock
+        return Work.all_of([Work.of_future(future, holds=buffer) for future in futures], value=buffer)
 
     def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int) -> None:
         try:

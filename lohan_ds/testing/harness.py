@@ -1,4 +1,4 @@
-"""One-process engines on the CPU, for tests and `lohan verify`: made from a model and a few words, compared by state."""
+"""One-process engines on the CPU, for tests and `lohan verify`: made from a few words, compared by their state."""
 from __future__ import annotations
 
 import contextlib

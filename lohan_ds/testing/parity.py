@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ def quick_matrix(steps: int = 5, **values: Any) -> list[Case]:
 def pairwise(matrix: Iterable[Case]) -> list[Case]:
     """A small part of `matrix` in which every pair of values of two fields occurs that occurs in the whole."""
     cases = list(matrix)
-    pairs = {case: set(combinations(zip((f.name for f in fields(case)), astuple(case)), 2)) for case in cases}
+    pairs = {case: set(combinations(enumerate(astuple(case)), 2)) for case in cases}
     missing = set().union(*pairs.values()) if cases else set()
     chosen = []
     while missing:

@@ -1,0 +1,338 @@
+"""D60: user code sees true shapes and true values of parameters whose values are elsewhere, and its edits count."""
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from test_training_patterns import TIERS, Gate, Pair, batches_for, lohan_section, pair_of
+from torch import nn
+
+from lohan_ds.errors import StepError
+from lohan_ds.testing.harness import DTYPES, engine_state
+from lohan_ds.testing.models import OddModel, lm_batch, loss_of, tiny_llama
+
+DTYPE = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors: threads only cost time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def edit_twin(pair: Pair, edit) -> None:
+    """The same edit of the twin's parameters; where bits changed, the master follows."""
+    before = {name: param.detach().clone() for name, param in pair.twin.model.named_parameters()}
+    edit(pair.twin.model)
+    for name, param in pair.twin.model.named_parameters():
+        master = pair.twin._master.get(name)
+        if master is not None and param.dtype != torch.float32:
+            changed = before[name].view(torch.int16) != param.detach().view(torch.int16)
+            master.copy_(torch.where(changed, param.detach().float(), master))
+
+
+# -- what is seen ------------------------------------------------------------------------------------------------------
+
+
+@TIERS
+@DTYPE
+def test_shapes_counts_and_values(tmp_path, tier, dtype):
+    with pair_of(lambda: tiny_llama(tied=True), lohan_section(tmp_path, tier), dtype=dtype) as pair:
+        for batch in [None, *batches_for(257, 2)]:
+            if batch is not None:
+                pair.train([batch])
+            ours, theirs = pair.engine.module, pair.twin.model
+            fetched = pair.engine.lohan_stats()["param_bytes_fetched"]
+            facts = [[(name, p.shape, p.dtype, p.device, p.numel(), p.requires_grad, p.ndim, p.is_leaf, len(p), p.grad)
+                      for name, p in model.named_parameters(remove_duplicate=False)] for model in (ours, theirs)]
+            assert facts[0] == facts[1]
+            assert ours.num_parameters() == theirs.num_parameters() == sum(p.numel() for p in ours.parameters())
+            assert pair.engine.lohan_stats()["param_bytes_fetched"] == fetched, "facts cost nothing"
+            state = ours.state_dict()
+            assert list(state) == list(theirs.state_dict())
+            for name, value in theirs.state_dict().items():
+                assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
+
+
+@DTYPE
+def test_every_look_sees_the_updated_values(tmp_path, dtype):
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd"), dtype=dtype) as pair:
+        ours, theirs = pair.engine.module, pair.twin.model
+        looks = {
+            "norm": lambda m: m.layers[1].up.weight.norm(),
+            "state_dict": lambda m: m.state_dict()["layers.2.down.bias"],
+            "data": lambda m: list(m.parameters())[3].data,
+            "detach": lambda m: m.head.weight.detach().clone(),
+            "item": lambda m: torch.tensor(m.temperature.item()),
+            "index": lambda m: m.embed.weight[3, 1:4],
+            "sum of all": lambda m: sum(p.double().sum() for p in m.parameters()),
+            "numpy": lambda m: torch.from_numpy(m.norm.weight.detach().float().numpy()),
+            "torch function": lambda m: torch.stack([layer.norm.weight for layer in m.layers]),
+            "deepcopy": lambda m: copy.deepcopy(m.layers[0].up.weight),
+            "tolist": lambda m: torch.tensor(m.layers[0].norm.bias.tolist()),
+        }
+        for batch, (name, look) in zip(batches_for(131, len(looks)), looks.items()):
+            pair.train([batch])
+            assert torch.equal(look(ours), look(theirs)), name   # the first thing after the step
+            assert "nan" not in repr(ours.norm.bias)
+        pair.check()
+
+
+def test_a_deepcopied_parameter_is_a_plain_one(tmp_path):
+    with pair_of(OddModel, lohan_section(tmp_path)) as pair:
+        pair.train(batches_for(131, 1))
+        copied = copy.deepcopy(pair.engine.module.layers[0].down.weight)
+        assert type(copied) is nn.Parameter and copied.requires_grad
+        assert torch.equal(copied, pair.twin.model.layers[0].down.weight)
+        with torch.no_grad():
+            copied.zero_()
+        pair.train(batches_for(131, 2)[1:])
+        pair.check()
+
+
+def test_a_view_that_was_kept_keeps_its_values(tmp_path):
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd")) as pair:
+        pair.train(batches_for(131, 1))
+        kept, copied = pair.engine.module.layers[0].down.weight.detach(), pair.twin.model.layers[0].down.weight.clone()
+        state, copies = pair.engine.module.state_dict(), {n: v.clone() for n, v in pair.twin.model.state_dict().items()}
+        pair.train(batches_for(131, 4)[1:])
+        assert torch.equal(kept, copied)
+        assert all(torch.equal(state[name], copies[name]) for name in copies)
+
+
+def test_a_look_waits_for_nothing_else(tmp_path):
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd")) as pair:
+        ours, theirs = pair.engine.module, pair.twin.model
+        late = ours.layers[1].up.weight.lohan_block
+        gate = Gate(pair.engine, blocked=lambda block_index: block_index >= late)
+        pair.micro_step(lm_batch(131))
+        gate.shut()
+        pair.step()
+        assert torch.equal(ours.layers[0].up.weight, theirs.layers[0].up.weight)
+        assert ours.embed.weight.norm() == theirs.embed.weight.norm()
+        seen: list[Any] = []
+        looker = threading.Thread(target=lambda: seen.append(ours.layers[1].up.weight.detach().clone()))
+        looker.start()
+        looker.join(0.2)
+        assert not seen, "it does wait for its own update"
+        gate.open()
+        looker.join(60)
+        assert torch.equal(seen[0], theirs.layers[1].up.weight)
+        pair.check()
+
+
+class FusedHead(nn.Module):
+    """The loss reads the weight of another module itself, as fused losses do."""
+
+    def __init__(self):
+        super().__init__()
+        base = OddModel()
+        self.embed, self.layers, self.norm = base.embed, base.layers, base.norm
+
+    def forward(self, input_ids, labels):
+        x_BTH = self.embed(input_ids)
+        for layer in self.layers:
+            x_BTH = layer(x_BTH)
+        logits = F.linear(self.norm(x_BTH), self.embed.weight)
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+@TIERS
+@pytest.mark.parametrize("prefetch_depth", [0, 2])
+def test_a_weight_used_in_another_modules_forward(tmp_path, tier, prefetch_depth):
+    with pair_of(FusedHead, lohan_section(tmp_path, tier, prefetch_depth=prefetch_depth), clip=0.5,
+                 accumulation=2) as pair:
+        pair.train(batches_for(131, 6))
+        pair.check()
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+def multiply(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def zero_one(model):
+    nn.init.zeros_(model.layers[1].up.weight)
+
+
+def fill_data(model):
+    model.layers[1].up.weight.data.fill_(0.25)
+    list(model.parameters())[-1].data[0] = 3.0
+
+
+def fill_data_after_a_look(model):
+    """The block is there already when `.data` is asked for."""
+    assert model.layers[1].up.weight.norm() > 0 and model.layers[1].up.bias is not None
+    model.layers[1].up.weight.data.fill_(0.25)
+    model.layers[1].norm.weight.data.add_(1)
+
+
+def replace_data(model):
+    model.head.weight.data = torch.full_like(model.head.weight, 0.125)
+
+
+def copy_rows(model):
+    with torch.no_grad():
+        model.embed.weight[5:7] = 0.5
+        model.embed.weight.copy_(model.embed.weight.roll(1, 0))
+
+
+def load_state(model):
+    other = OddModel(seed=7).state_dict()
+    assert not model.load_state_dict(other).missing_keys
+
+
+EDITS = [multiply, zero_one, fill_data, fill_data_after_a_look, replace_data, copy_rows, load_state]
+
+
+@TIERS
+@DTYPE
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_edits_between_steps_persist(tmp_path, tier, dtype, edit):
+    with pair_of(OddModel, lohan_section(tmp_path, tier), dtype=dtype, clip=1.0) as pair:
+        batches = batches_for(131, 3)
+        pair.train(batches[:1])
+        edit(pair.engine.module)
+        edit_twin(pair, edit)
+        pair.check()
+        pair.train(batches[1:2])
+        pair.micro_step(batches[2])
+        edit(pair.engine.module)    # between backward and step
+        edit_twin(pair, edit)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("edit", [fill_data, zero_one], ids=lambda edit: edit.__name__)
+def test_edits_right_after_a_forward_persist(tmp_path, edit):
+    """After a forward that no backward follows, the last units are still there."""
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd")) as pair:
+        batches = batches_for(131, 3)
+        for batch in batches:
+            loss_of(pair.engine, batch)
+            edit(pair.engine.module)
+            edit_twin(pair, edit)
+            pair.train([batch])
+        pair.check()
+
+
+def test_what_is_asked_for_by_name_sees_an_edit(tmp_path):
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd"), dtype="bf16") as pair:
+        pair.train(batches_for(131, 1))
+        weight = pair.engine.module.layers[1].up.weight
+        nn.init.constant_(weight, 0.5)
+        assert (safe_get_full_fp32_param(weight) == 0.5).all()
+        nn.init.constant_(weight, 0.25)
+        assert (engine_state(pair.engine)["layers.1.up.weight"]["master"] == 0.25).all()
+        nn.init.constant_(weight, 0.75)
+        name = "layers.1.up.weight"
+        assert (pair.engine._zero3_consolidated_16bit_state_dict()[name] == 0.75).all()
+
+
+# -- DeepSpeed's own ways ----------------------------------------------------------------------------------------------
+
+
+@TIERS
+@DTYPE
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_edit_in_gathered_parameters(tmp_path, tier, dtype, in_place):
+    def edit(model):
+        with GatheredParameters(list(model.layers[1].parameters()), modifier_rank=0):
+            if in_place:
+                nn.init.constant_(model.layers[1].up.weight, 0.5)
+            else:
+                model.layers[1].up.weight.data[2:4] = 0.5
+            model.layers[1].norm.bias.data.add_(1)
+
+    with pair_of(OddModel, lohan_section(tmp_path, tier), dtype=dtype, clip=1.0) as pair:
+        batches = batches_for(131, 3)
+        for batch in batches:
+            edit(pair.engine.module)
+            edit_twin(pair, edit)
+            pair.train([batch])
+        pair.check()
+
+
+@TIERS
+def test_looking_in_gathered_parameters(tmp_path, tier):
+    with pair_of(OddModel, lohan_section(tmp_path, tier)) as pair:
+        for batch in batches_for(131, 2):
+            pair.train([batch])
+            ours, theirs = list(pair.engine.module.parameters()), list(pair.twin.model.parameters())
+            with GatheredParameters(ours):
+                assert all(type(p) is nn.Parameter and torch.equal(p, q) for p, q in zip(ours, theirs))
+            with GatheredParameters(ours[4]):
+                assert torch.equal(ours[4].data, theirs[4])
+            with pytest.raises(ZeroDivisionError), GatheredParameters(ours):
+                raise ZeroDivisionError
+        pair.check()
+
+
+def test_step_inside_gathered_parameters_is_refused(tmp_path):
+    with pair_of(OddModel, lohan_section(tmp_path), clip=1.0) as pair:
+        first, second = batches_for(131, 2)
+        pair.micro_step(first)
+        with GatheredParameters(list(pair.engine.module.layers[1].parameters())):
+            with pytest.raises(StepError, match="inside GatheredParameters"):
+                pair.engine.step()
+        pair.step()   # the same step, outside
+        pair.train([second])
+        pair.check()
+
+
+@TIERS
+@DTYPE
+def test_safe_get_and_set(tmp_path, tier, dtype):
+    with pair_of(OddModel, lohan_section(tmp_path, tier), dtype=dtype, clip=1.0) as pair:
+        batches = batches_for(131, 4)
+        pair.train(batches[:1])
+        ours, twin = dict(pair.engine.module.named_parameters()), pair.twin
+        for name, param in ours.items():
+            assert torch.equal(safe_get_full_fp32_param(param), twin._master[name]), name
+            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), twin._exp_avg[name]), name
+            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg_sq"), twin._exp_avg_sq[name]), name
+            assert safe_get_full_grad(param) is None
+        for i, (name, param) in enumerate(ours.items()):
+            value = torch.full(param.shape, 0.1 + i)
+            if i % 3 == 0:
+                safe_set_full_fp32_param(param, value)
+                twin._master[name].copy_(value)
+                dict(twin.model.named_parameters())[name].data.copy_(value)
+            elif i % 3 == 1:
+                safe_set_full_optimizer_state(param, value, "exp_avg")
+                twin._exp_avg[name].copy_(value)
+            else:
+                safe_set_full_optimizer_state(param, value, "exp_avg_sq")
+                twin._exp_avg_sq[name].copy_(value)
+        pair.check()
+        pair.train(batches[1:2])
+        pair.micro_step(batches[2])
+        for name, param in ours.items():
+            grad = safe_get_full_grad(param)
+            assert grad.shape == param.shape and torch.equal(grad.float(), twin._main_grad[name]), name
+        safe_set_full_grad(ours["norm.weight"], torch.full((33,), 0.5))
+        twin._main_grad["norm.weight"].fill_(0.5)
+        pair.step()
+        pair.train(batches[3:])
+        pair.check()
+        assert DTYPES[dtype] == ours["norm.weight"].dtype

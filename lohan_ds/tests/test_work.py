@@ -1,0 +1,65 @@
+import gc
+import threading
+import weakref
+
+import pytest
+
+from lohan_ds.work import Work
+
+
+class Buffer:
+    pass
+
+
+def test_then_chains_values_works_and_failures():
+    inner, first = Work(), Work()
+    chained = first.then(lambda value: inner).then(lambda value: value + 1)
+    first.finish(0)
+    assert not chained.done()
+    inner.finish(41)
+    assert chained.wait() == 42
+    failed = Work()
+    after = failed.then(lambda value: 1 / 0)
+    failed.fail(OSError("disk"))
+    with pytest.raises(OSError, match="disk"):
+        after.wait()
+    with pytest.raises(ZeroDivisionError):
+        Work.completed().then(lambda value: 1 / 0).wait()
+
+
+def test_all_of_waits_for_all_and_names_the_first_failure():
+    works = [Work(), Work(), Work()]
+    joint = Work.all_of(works, value="all")
+    works[2].fail(ValueError("third"))
+    works[1].fail(OSError("second"))
+    assert not joint.done()
+    works[0].finish()
+    with pytest.raises(OSError, match="second"):
+        joint.wait()
+    assert Work.all_of([], value=7).wait() == 7
+
+
+def test_wait_wakes_a_thread_and_a_work_ends_once():
+    work, seen = Work(), []
+    thread = threading.Thread(target=lambda: seen.append(work.wait()))
+    thread.start()
+    work.finish("there")
+    thread.join(5)
+    assert seen == ["there"]
+    with pytest.raises(AssertionError):
+        work.finish()
+
+
+def test_an_ended_chain_keeps_no_buffer_alive_without_the_collector():
+    gc.disable()
+    try:
+        buffer, published = Buffer(), Work()
+        alive = weakref.ref(buffer)
+        read = published.then(lambda _, out=buffer: Work.all_of([Work.completed(out), Work.completed(out)], value=out))
+        read.on_done(lambda: None)
+        published.finish()
+        assert read.wait() is buffer
+        del buffer, read
+        assert alive() is None
+    finally:
+        gc.enable()
