@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.test_timing import (LR, SlowWrites, engine_config, make_batches, train_engine, train_twin,
-                                           use_doubles)
+from integration_tests.doubles import (SlowWrites, engine_config, make_batches, one_compute_thread,  # noqa: F401
+                                       train_engine, train_twin, use_doubles)
 from lohan_ds.errors import CapacityError, StepError, StoreError
 from lohan_ds.testing.delayed_streams import DelayedStreams
 from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.testing.harness import engine_for, engine_state, init_one_rank
 from lohan_ds.testing.models import OddModel, lm_batch, loss_of
-from lohan_ds.testing.twin import Twin, assert_same_bits
+from lohan_ds.testing.twin import assert_same_bits
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "failing_training.py")
 
@@ -218,6 +218,31 @@ def test_an_engine_that_is_forgotten_is_closed(tmp_path):
     del engine, optimizer, model
     gc.collect()
     assert_nothing_left(tmp_path)
+
+
+def test_an_engine_is_closed_when_the_collector_runs_in_its_own_thread(tmp_path, monkeypatch):
+    import deepspeed
+
+    class CollectingIo(SlowWrites):
+        def _pwrite(self, fd, view, offset):
+            gc.collect()
+            return super()._pwrite(fd, view, offset)
+
+    use_doubles(monkeypatch, make_io=CollectingIo)
+    init_one_rank()
+    engine, *others = deepspeed.initialize(model=OddModel(num_layers=12), config=engine_config(tmp_path))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.backward(loss_of(engine, lm_batch(131)))
+        engine.step()
+        del engine, others
+        deadline = time.monotonic() + 20
+        while our_threads() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert_nothing_left(tmp_path)
+    finally:
+        gc.enable()
 
 
 def test_engines_one_after_the_other_leave_nothing(tmp_path):

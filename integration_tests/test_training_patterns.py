@@ -554,7 +554,8 @@ def test_a_scheduler_from_the_json(tmp_path):
 @UPDATES
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_skips_the_whole_step(tmp_path, tier, update, bad):
-    with pair_of(OddModel, lohan_section(tmp_path, tier, update), clip=1.0, make_scheduler=SCHEDULERS["lambda"]) as pair:
+    section = lohan_section(tmp_path, tier, update)
+    with pair_of(OddModel, section, clip=1.0, make_scheduler=SCHEDULERS["lambda"]) as pair:
         batches = batches_for(131, 5)
         for batch in batches[:2]:
             pair.train([batch])
@@ -657,6 +658,18 @@ def test_a_forward_without_gradients_between_forward_and_backward(tmp_path, upda
             with torch.no_grad():
                 assert loss_of(pair.engine, other).item() == loss_of(pair.twin.model, other).item()
             pair.twin.micro_step(batch)
+            pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("make_model, vocab", [(tiny_llama, 257), (AlbertLike, 128)])
+def test_forward_of_the_module_itself(tmp_path, make_model, vocab):
+    """`engine.module(...)` with gradients, past the engine's own forward."""
+    with pair_of(make_model, lohan_section(tmp_path, "ssd", prefetch_depth=0), clip=1.0) as pair:
+        for batch in batches_for(vocab, 3):
+            loss = loss_of(pair.engine.module, batch)
+            pair.engine.backward(loss)
+            assert loss.item() == pair.twin.micro_step(batch)
             pair.step()
         pair.check()
 
@@ -827,7 +840,7 @@ def test_no_released_block_is_kept_by_the_graph(tmp_path, no_collector, kind):
         model = BranchModel(num_layers=num_layers)
         if kind == "plain":
             return model
-        checkpointed = Checkpointed(1, kind == "reentrant")
+        checkpointed = Checkpointed(8, True) if kind == "reentrant" else Checkpointed(1, False)
         checkpointed.layers = model.layers
         return checkpointed
 

@@ -16,6 +16,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from test_training_patterns import TIERS, Gate, Pair, batches_for, lohan_section, pair_of
 from torch import nn
@@ -42,7 +43,9 @@ def edit_twin(pair: Pair, edit) -> None:
     edit(pair.twin.model)
     for name, param in pair.twin.model.named_parameters():
         master = pair.twin._master.get(name)
-        if master is not None and param.dtype != torch.float32:
+        if param.dtype == torch.float32:
+            pair.twin._master[name] = param.data   # `param.data = ...` made it another
+        else:
             changed = before[name].view(torch.int16) != param.detach().view(torch.int16)
             master.copy_(torch.where(changed, param.detach().float(), master))
 
@@ -159,6 +162,23 @@ def test_a_weight_used_in_another_modules_forward(tmp_path, tier, prefetch_depth
     with pair_of(FusedHead, lohan_section(tmp_path, tier, prefetch_depth=prefetch_depth), clip=0.5,
                  accumulation=2) as pair:
         pair.train(batches_for(131, 6))
+        pair.check()
+
+
+def decay_towards_the_start(model, batch):
+    """A penalty on weights, computed outside the model's forward: autograd saves the parameters themselves."""
+    weights = [model.layers[0].up.weight, model.layers[0].norm.weight, model.head.weight]
+    assert weights[0].norm() > 0   # a look before
+    penalty = sum((weight - 1).pow(2).mean() + weight.pow(2).mean() + weight.norm() for weight in weights)
+    return loss_of(model, batch) + penalty   # the forward drops those blocks
+
+
+@TIERS
+@DTYPE
+def test_a_penalty_on_weights_outside_the_forward(tmp_path, tier, dtype):
+    with pair_of(OddModel, lohan_section(tmp_path, tier, prefetch_depth=0), dtype=dtype, clip=1.0) as pair:
+        pair.train(batches_for(131, 3), decay_towards_the_start)
+        assert pair.engine.skipped_steps == 0
         pair.check()
 
 
@@ -332,6 +352,9 @@ def test_safe_get_and_set(tmp_path, tier, dtype):
             assert grad.shape == param.shape and torch.equal(grad.float(), twin._main_grad[name]), name
         safe_set_full_grad(ours["norm.weight"], torch.full((33,), 0.5))
         twin._main_grad["norm.weight"].fill_(0.5)
+        safe_update_full_grad_vectorized([ours["head.weight"], ours["norm.bias"]], lambda grad, param: grad * 2)
+        for name in ("head.weight", "norm.bias"):
+            twin._main_grad[name] *= 2
         pair.step()
         pair.train(batches[3:])
         pair.check()

@@ -64,7 +64,9 @@ def verify(
     values = {"dtypes": ("fp32", "bf16") if dtype is Dtype.both else (dtype.value,)}
     options = {"flip_bit": flip_bit}
     if model is not None:
-        values["models"] = (model.name or str(model),)
+        values["models"] = (model.resolve().name,)
+        if not full:   # a real model takes its time
+            values.update(clips=("always",), accumulations=(1,))
         options.update(make_model=lambda: parity.load_model(str(model), layers), chunk_bytes=None, look_early=False)
     cases = (parity.full_matrix if full else parity.quick_matrix)(steps, **values)
     console = Console()

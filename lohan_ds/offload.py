@@ -88,6 +88,10 @@ class Offload:
 
     def read(self, block_index: int, slot: int, kind: str) -> Tensor:
         """A copy of one parameter's `param`, `master`, `exp_avg` or `exp_avg_sq`, in its shape, on the host."""
+        self.streamer.flush(block_index)
+        return self._read(block_index, slot, kind)
+
+    def _read(self, block_index: int, slot: int, kind: str) -> Tensor:
         block = self.blocks[block_index]
         info = block.slots[slot]
         dtype = getattr(torch, block.dtype) if kind == "param" else torch.float32
@@ -117,8 +121,8 @@ class Offload:
         block = self.blocks[block_index]
         info = block.slots[slot]
         if block.trainable and block.has_separate_master:
-            old = self.read(block_index, slot, "param").reshape(-1)
-            master = self.read(block_index, slot, "master").reshape(-1)
+            old = self._read(block_index, slot, "param").reshape(-1)
+            master = self._read(block_index, slot, "master").reshape(-1)
             changed = old.view(torch.int16) != values.view(torch.int16)
             self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
         self.store.write_array(block_index, "param", info.offset, values)

@@ -143,12 +143,12 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.optimizer._opt_called = True   # else torch's schedulers on the carrier warn that nobody steps
         offload.gradients.check()
         self._refuse_unfrozen()
+        offload.streamer.release_all()   # first: what it refuses leaves the step as it was
         scale = self.loss_scale
         norm = offload.gradients.norm()
         self.overflow = not math.isfinite(norm)
         self.loss_scaler.update_scale(self.overflow)
         self._global_grad_norm = norm / scale
-        offload.streamer.release_all()
         if self.overflow:
             offload.gradients.drop()
             return
@@ -215,6 +215,11 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             raise StepError("there is no gradient to set: call between backward and step()")
         held.copy_(value.reshape(-1))
         self.offload.gradients.gradient_edited(*place)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func, params: list[nn.Parameter]) -> None:
+        """Replaces the gradient of each by `update_func(gradient, parameter)`."""
+        for param in params:
+            self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
 
     get_local_fp32_grad_for_param = get_fp32_grad_for_param
     set_local_grad_for_param = set_fp32_grad_for_param

@@ -20,13 +20,20 @@ _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "deepspeed.launcher.launch"
 
 def close_at_end(engine, offload) -> None:
     """Closes `offload` when `engine` is collected or the interpreter exits, whichever is first; SIGTERM exits."""
-    weakref.finalize(engine, close_all, offload.closers)   # offload itself would keep model and engine alive
+    weakref.finalize(engine, _close, offload.closers)   # offload itself would keep model and engine alive
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:   # under nohup SIGHUP is ignored, and stays so
                 signal.signal(number, _exit_on_signal)
         atexit.register(_close_undisturbed)   # after weakref's, so it is called before
         _end_with_launcher()
+
+
+def _close(closers: list) -> None:
+    if threading.current_thread().name.startswith("lohan-"):   # where the collector came by: closing waits for it
+        threading.Thread(target=close_all, args=(closers,), name="lohan-close").start()
+    else:
+        close_all(closers)
 
 
 def _exit_on_signal(number: int, frame) -> None:

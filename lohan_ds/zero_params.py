@@ -49,6 +49,7 @@ class ZeroParams:
             self._partition([param] if param_list is None else param_list, has_been_updated)
 
         param.all_gather, param.all_gather_coalesced, param.partition = all_gather, all_gather_coalesced, partition
+        param.__dict__.pop("item", None)   # DeepSpeed's gathers and never partitions; the look itself fetches
         param.nvme_swapper = None
         param.ds_persist = False
         param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)

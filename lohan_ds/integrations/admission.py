@@ -8,7 +8,6 @@ import threading
 import torch
 
 from lohan_ds.config import parse
-from lohan_ds.offload import plan_run
 
 logger = logging.getLogger(__name__)
 _building = threading.local()
@@ -31,6 +30,8 @@ def check_before_loading(model, config) -> None:
     group = None if "peft" in sys.modules else 0
     accumulation = ds_config.get("gradient_accumulation_steps", 1)
     from deepspeed.accelerator import get_accelerator
+
+    from lohan_ds.offload import plan_run  # a process without a lohan config never loads it
     device = torch.device(get_accelerator().current_device_name())
     plan_run(twin, lohan_config, lambda p: group if p.requires_grad else None,
              accumulation if isinstance(accumulation, int) else 1, device)

@@ -20,6 +20,7 @@ storage, so a view that somebody kept stays valid and keeps its values.
 """
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_ds.block import Block
 from lohan_ds.errors import StepError
-from lohan_ds.runtime.released_parameter import mark_released, mark_resident
+from lohan_ds.runtime.released_parameter import ReleasedParameter, mark_released, mark_resident, mark_watched
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.work import Work
@@ -108,6 +109,7 @@ class ParamStreamer:
         self._placeholders = [[_placeholder(slot.shape, getattr(torch, block.dtype), device) for slot in block.slots]
                               for block in blocks]
         self._handles: list = []
+        self._num_hooked = 0                      # saved_tensors_hooks contexts that are open
         self.bytes_fetched = 0
 
     # -- attaching ---------------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ class ParamStreamer:
         for block_index, block_params in enumerate(self._params):
             for param in block_params:
                 param.lohan_access = self._access
+                param.lohan_saved_tensors_hooks = self._hooks_for_look
                 param.lohan_block = block_index
             self._drop(block_index)
 
@@ -156,6 +159,7 @@ class ParamStreamer:
                 for b in self._units[index].blocks:
                     if not is_last and b not in needed_soon:
                         self._release(b)
+                    self._watch(b)
         if torch.is_grad_enabled() and output is not None:
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
             if outputs:
@@ -227,6 +231,7 @@ class ParamStreamer:
             self._start_unit(unit, demand=unit == index)
         for b in self._units[index].blocks:
             self._finish(b)
+            self._unwatch(b)
 
     def _following(self, index: int) -> list[int]:
         """The units that came after this one last time, nearest first, at most prefetch_depth."""
@@ -287,6 +292,17 @@ class ParamStreamer:
         residence.looked_at = False
         self._block_of_storage[buffer.untyped_storage().data_ptr()] = b
         residence.state = Residency.RESIDENT
+
+    def _watch(self, b: int) -> None:
+        """A resident block that nothing computes with: looks go through `_access`, so that no edit is lost."""
+        residence = self._residence[b]
+        if residence.state is Residency.RESIDENT and not residence.num_running and not residence.num_gathered:
+            for param in self._params[b]:
+                mark_watched(param, True)
+
+    def _unwatch(self, b: int) -> None:
+        for param in self._params[b]:
+            mark_watched(param, False)
 
     def _release(self, b: int) -> None:
         """Drops a resident block unless a running unit or a GatheredParameters context holds it."""
@@ -352,6 +368,7 @@ class ParamStreamer:
         self.fetch(wanted)
         with self._lock:
             for b in wanted:
+                self._watch(b)
                 self._residence[b].looked_at |= via_data
                 if b in self._accessed:
                     self._accessed.remove(b)
@@ -369,7 +386,10 @@ class ParamStreamer:
     def gather(self, params: Sequence[nn.Parameter]) -> None:
         """Holds the blocks of `params` resident until `ungather`."""
         with self._lock:
-            self.fetch({p.lohan_block for p in params})
+            blocks = {p.lohan_block for p in params}
+            self.fetch(blocks)
+            for b in blocks:
+                self._unwatch(b)
             for param in params:
                 self._residence[param.lohan_block].num_gathered += 1
 
@@ -383,15 +403,22 @@ class ParamStreamer:
             for b in {p.lohan_block for p in params}:
                 self._release(b)
 
+    def flush(self, b: int) -> None:
+        """Ahead of a read from the store: edits of the block, if it is resident, get there."""
+        with self._lock:
+            if self._residence[b].state is Residency.RESIDENT:
+                self._write_back_edits(b)
+
     def _write_back_edits(self, b: int) -> None:
         """User code may change a parameter in place while it is resident; the store then gets the new values."""
         residence, block = self._residence[b], self._blocks[b]
         edits = []
         for slot, (info, param, seen) in enumerate(zip(block.slots, self._params[b], residence.seen_versions)):
             in_buffer = residence.buffer[info.offset:info.offset + info.numel]
-            values = param.data.reshape(-1)
+            with torch._C.DisableTorchFunctionSubclass():   # this is no look
+                values, version = param.data.reshape(-1), param._version
             moved = values.data_ptr() != in_buffer.data_ptr()
-            if not (moved or residence.looked_at or param._version != seen):
+            if not (moved or residence.looked_at or version != seen):
                 continue
             stored = torch.empty(info.numel, dtype=in_buffer.dtype)
             self._store.read_array(b, "param", info.offset, stored)
@@ -408,12 +435,22 @@ class ParamStreamer:
 
     # -- saved tensors -------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
     def saved_tensors_hooks(self):
-        """Context for a forward; see [Note: saved weights]."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        """Context for a forward, or a backward that computes forwards again; see [Note: saved weights]."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            self._num_hooked += 1
+            try:
+                yield
+            finally:
+                self._num_hooked -= 1
+
+    def _hooks_for_look(self):
+        """Context for one operation on released parameters. A checkpoint must not find our hooks inside its own."""
+        return contextlib.nullcontext() if self._num_hooked or _in_backward() else self.saved_tensors_hooks()
 
     def _pack(self, tensor: Tensor):
-        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        if type(tensor) not in (Tensor, nn.Parameter, ReleasedParameter):
             return tensor
         b = self._block_of_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if b is None:

@@ -40,7 +40,8 @@ _DATA_GET = torch.Tensor.data.__get__
 
 
 class ReleasedParameter(nn.Parameter):
-    """See the file docstring. Instances carry `lohan_access`: a callable (list of parameters, via_data) -> None."""
+    """See the file docstring. Instances carry `lohan_access`: a callable (list of parameters, via_data) -> None, and
+    `lohan_saved_tensors_hooks`: a context in which autograd can save them (it keeps a leaf itself, not its values)."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -52,6 +53,9 @@ class ReleasedParameter(nn.Parameter):
                 by_owner.setdefault(param.lohan_access, []).append(param)
             for access, params in by_owner.items():
                 access(params, func == _DATA_GET)
+            if released and torch.is_grad_enabled():
+                with torch._C.DisableTorchFunctionSubclass(), released[0].lohan_saved_tensors_hooks():
+                    return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -72,3 +76,8 @@ def mark_resident(param: nn.Parameter, values: torch.Tensor) -> None:
     """Gives `param` its values back. `values`: its shape, dtype, device; a view of the block's buffer."""
     param.__class__ = nn.Parameter
     param.data = values
+
+
+def mark_watched(param: nn.Parameter, watched: bool) -> None:
+    """While a parameter has its values: whether its uses are noticed, as those of a released one are."""
+    param.__class__ = ReleasedParameter if watched else nn.Parameter

@@ -68,11 +68,12 @@ class Run(NamedTuple):
 
 
 def full_matrix(steps: int = 10, tiers: Sequence[str] = tuple(TIERS), models: Sequence[str] = tuple(MODELS),
-                dtypes: Sequence[str] = ("fp32", "bf16")) -> list[Case]:
+                dtypes: Sequence[str] = ("fp32", "bf16"), clips: Sequence[str] = tuple(CLIPS),
+                accumulations: Sequence[int] = (1, 3)) -> list[Case]:
     """Every combination; those that share a twin run are neighbours."""
     return [Case(model, tier, update, clip, accumulation, dtype, steps)
             for model, dtype, clip, accumulation, tier, update in product(
-                models, dtypes, CLIPS, (1, 3), tiers, ("serial", "deferred"))]
+                models, dtypes, clips, accumulations, tiers, ("serial", "deferred"))]
 
 
 def quick_matrix(steps: int = 5, **values: Any) -> list[Case]:

@@ -64,6 +64,12 @@ def test_one_flipped_bit_is_found(dtype):
     assert "step 1" in result.first_difference
 
 
+def test_engine_that_does_not_clip_is_found(monkeypatch):
+    monkeypatch.setattr("lohan_ds.optimizer.clip_coefficient", lambda *_: 1.0)
+    result = run_case(replace(CASE, clip="always"), [])
+    assert result.first_difference.startswith("state after step 1: ")
+
+
 def test_flipped_bit_is_found_when_looking_only_at_the_end():
     result = run_case(CASE, [], flip_bit=True, look_early=False)
     assert not result.same

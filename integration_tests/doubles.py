@@ -1,0 +1,64 @@
+"""Engines on test doubles, and the twin beside them: shared by test_timing.py and test_failures.py."""
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import torch
+
+from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.testing.harness import DTYPES, ds_config
+from lohan_ds.testing.models import lm_batch, loss_of, vocab_of
+from lohan_ds.testing.twin import Twin
+
+LR = {"lr": 1e-2, "weight_decay": 0.1}
+ADAMW = {"type": "AdamW", "params": LR}
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread():
+    """Import it: tiny operations on two threads wait for each other, ten times longer when the cores are shared."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def use_doubles(monkeypatch, streams=None, make_io=ThreadSsdIo) -> None:
+    """Engines made from now on use these instead of the device's streams and the real disk."""
+    import lohan_ds.engine
+    from lohan_ds.offload import Offload
+    monkeypatch.setattr(lohan_ds.engine, "Offload", functools.partial(Offload, streams=streams, make_io=make_io))
+
+
+def engine_config(ssd, dtype="fp32", clip=0.0, accumulation=1, **lohan):
+    section = {"ssd_paths": [str(ssd)], "param_tier": "ssd", "optimizer_tier": "ssd", "chunk_bytes": "48KiB", **lohan}
+    return ds_config(section, dtype=dtype, clip=clip, accumulation=accumulation, optimizer=ADAMW)
+
+
+def train_engine(engine, batches, accumulation=1):
+    for step in batches:
+        for batch in step:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+
+
+def train_twin(model, batches, dtype="fp32", clip=0.0):
+    twin = Twin(model, None, DTYPES[dtype], clip, len(batches[0]), **LR)
+    for step in batches:
+        for batch in step:
+            twin.micro_step(batch)
+        twin.step()
+    return twin.state()
+
+
+def make_batches(model, num_steps, accumulation=1, seed=0):
+    return [[lm_batch(vocab_of(model), seed=1000 * seed + 10 * step + micro) for micro in range(accumulation)]
+            for step in range(num_steps)]
+
+
+class SlowWrites(ThreadSsdIo):
+    def _pwrite(self, fd, view, offset):
+        time.sleep(0.002)
+        return super()._pwrite(fd, view, offset)

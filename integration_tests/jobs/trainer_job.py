@@ -1,0 +1,33 @@
+"""A user's script with Hugging Face Trainer; it knows nothing of lohan. One argument: a JSON of what to do."""
+import json
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+job = json.loads(sys.argv[-1])
+
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 129, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+arguments = TrainingArguments(
+    output_dir=job["out"], deepspeed=job["ds_config"], per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    max_steps=6, save_steps=3, eval_steps=3, eval_strategy="steps", logging_steps=1, learning_rate=1e-3,
+    lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=1.0, report_to=[], seed=3,
+    disable_tqdm=True, gradient_checkpointing=job.get("gradient_checkpointing", False))
+model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+trainer = Trainer(model=model, args=arguments, train_dataset=Batches(),
+                  eval_dataset=torch.utils.data.Subset(Batches(), range(4)))
+trainer.train(resume_from_checkpoint=job.get("resume"))
+trainer.save_model(job["out"] + "/final")
+kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+with open(job["out"] + "/report.json", "w") as file:
+    json.dump({"engine": type(trainer.model_wrapped).__name__, "num_parameters": trainer.model.num_parameters(),
+               "log": [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]}, file)
