@@ -1,4 +1,4 @@
-"""What is left when a run ends badly: nothing. And what goes on after an exception that the user caught: exact training."""
+"""What is left when a run ends badly: nothing. What goes on after an exception that was caught: exact training."""
 from __future__ import annotations
 
 import errno
@@ -62,7 +62,7 @@ def _leaves_nothing(tmp_path):
     assert our_threads() == []
 
 
-# -- exceptions in the user's code -------------------------------------------------------------------------------------
+# -- exceptions in the user's code -----------------------------------------------------------------------------------
 
 class _BadBackward(torch.autograd.Function):
     @staticmethod
@@ -114,7 +114,7 @@ def test_training_goes_on_after_an_exception(breaks, doubles, accumulation, tmp_
     assert_nothing_left(tmp_path)
 
 
-# -- failures in the background ------------------------------------------------------------------------------------------
+# -- failures in the background --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("update", ["deferred", "serial"])
 @pytest.mark.parametrize("operation,number", [("write", errno.EIO), ("read", errno.EIO), ("write", errno.ENOSPC)])
@@ -173,7 +173,7 @@ def test_too_little_space_is_refused_before_anything_is_written(limited_by, tmp_
         assert torch.equal(values, before[name])
 
 
-# -- destroy, collect, repeat ----------------------------------------------------------------------------------------------
+# -- destroy, collect, repeat ----------------------------------------------------------------------------------------
 
 def test_destroy_twice_and_during_an_update(tmp_path, monkeypatch):
     use_doubles(monkeypatch, make_io=functools.partial(SlowWrites))
@@ -284,7 +284,7 @@ def test_two_engines_side_by_side(tmp_path):
     assert_nothing_left(tmp_path / "b")
 
 
-# -- processes that end badly ----------------------------------------------------------------------------------------------
+# -- processes that end badly ----------------------------------------------------------------------------------------
 
 class Run:
     """A training process, or DeepSpeed's launcher with one, in a session of its own."""

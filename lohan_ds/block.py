@@ -96,4 +96,5 @@ def make_block(index: int, name: str, dtype: str, params: list[tuple[str, tuple[
         offset = round_up(offset + numel, ALIGN_NUMEL)
     trainable = any(group is not None for _, _, group in params)
     assert not trainable or all(group is not None for _, _, group in params), name
-    return Block(index, name, dtype, trainable, tuple(slots), max(PAGE_NUMEL, round_up(offset, PAGE_NUMEL)), chunk_numel)
+    padded_numel = max(PAGE_NUMEL, round_up(offset, PAGE_NUMEL))
+    return Block(index, name, dtype, trainable, tuple(slots), padded_numel, chunk_numel)

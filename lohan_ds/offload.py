@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Sequence
 
@@ -117,7 +118,7 @@ class Offload:
         self.store.write_array(block_index, kind, info.offset, values)
 
     def _on_edit(self, block_index: int, slot: int, values: Tensor) -> None:
-        """User code changed a resident parameter. Where it did, the master follows; elsewhere it keeps its precision."""
+        """User code changed a resident parameter. Where it did, the master follows; else it keeps its precision."""
         block = self.blocks[block_index]
         info = block.slots[slot]
         if block.trainable and block.has_separate_master:
@@ -135,9 +136,21 @@ class Offload:
 
 
 def close_all(closers: list) -> None:
-    """Calls the last one first and empties the list, so a second call does nothing."""
+    """Calls the last one first and empties the list, so a second call does nothing.
+
+    In one of our own threads, where the collector may find a forgotten engine, it cannot wait: another one closes.
+    """
+    taken = []
     while closers:
-        closer = closers.pop()
+        taken.append(closers.pop())
+    if taken and threading.current_thread().name.startswith("lohan-"):
+        threading.Thread(target=_close_each, args=(taken,), name="lohan-close").start()
+    else:
+        _close_each(taken)
+
+
+def _close_each(closers: list) -> None:
+    for closer in closers:
         try:
             closer()
         except Exception:  # noqa: BLE001 - the others must be closed too

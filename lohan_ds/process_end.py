@@ -20,20 +20,13 @@ _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "deepspeed.launcher.launch"
 
 def close_at_end(engine, offload) -> None:
     """Closes `offload` when `engine` is collected or the interpreter exits, whichever is first; SIGTERM exits."""
-    weakref.finalize(engine, _close, offload.closers)   # offload itself would keep model and engine alive
+    weakref.finalize(engine, close_all, offload.closers)   # offload itself would keep model and engine alive
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:   # under nohup SIGHUP is ignored, and stays so
                 signal.signal(number, _exit_on_signal)
         atexit.register(_close_undisturbed)   # after weakref's, so it is called before
         _end_with_launcher()
-
-
-def _close(closers: list) -> None:
-    if threading.current_thread().name.startswith("lohan-"):   # where the collector came by: closing waits for it
-        threading.Thread(target=close_all, args=(closers,), name="lohan-close").start()
-    else:
-        close_all(closers)
 
 
 def _exit_on_signal(number: int, frame) -> None:
@@ -51,15 +44,16 @@ def _end_with_launcher() -> None:
 
     DeepSpeed's has two processes, and neither ends the other when it is killed.
     """
+    watched, num_watched = select.poll(), 0
     try:
-        watched = select.poll()
         for parent in psutil.Process().parents():
             if _program(parent.cmdline()) in _LAUNCHERS:
                 watched.register(os.pidfd_open(parent.pid), select.POLLIN)   # open for as long as we live
+                num_watched += 1
     except (psutil.Error, AttributeError, OSError):
         return   # not Linux, or a parent is already gone
-    thread = threading.Thread(target=_wait_for_end, args=(watched,), name="launcher-watch", daemon=True)
-    thread.start()
+    if num_watched:
+        threading.Thread(target=_wait_for_end, args=(watched,), name="launcher-watch", daemon=True).start()
 
 
 def _program(command: list[str]) -> str:

@@ -84,7 +84,8 @@ class GradientPipeline:
         trainable = [block for block in blocks if block.trainable]
         largest = max((c.numel for block in trainable for c in block.chunks), default=0)
         self._scratch = pool.alloc(max(largest, 1) * 4, "gradient scratch of the update").view(torch.float32)
-        self._ring = BufferRing(pool, plan.num_chunk_buffers, max(store.chunk_buffer_bytes, 1), "chunk buffers of the update")
+        self._ring = BufferRing(pool, plan.num_chunk_buffers, max(store.chunk_buffer_bytes, 1),
+                                "chunk buffers of the update")
         largest_grad = max((s.numel for block in trainable for s in block.slots), default=0)
         self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
         self._threads = [threading.Thread(target=self._collect_loop, name="lohan-collect", daemon=True),

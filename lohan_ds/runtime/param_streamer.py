@@ -208,7 +208,7 @@ class ParamStreamer:
             self._residence[block_index].version += 1
 
     def invalidate(self, block_index: int) -> None:
-        """Ahead of a write to the block's values in the store. Raises StepError while a forward or a context uses it."""
+        """Ahead of a write to the block's values in the store. StepError while a forward or a context uses it."""
         with self._lock:
             self._forget(block_index)
             residence = self._residence[block_index]

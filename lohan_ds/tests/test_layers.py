@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = {
     6: {"cli", "integrations", "profiler", "testing"},
-    5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload"},
+    5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
+        "process_end"},
     4: {"runtime"},
-    3: {"store", "memory", "adam", "grad_norm", "step_protocol", "process_end"},
+    3: {"store", "memory", "adam", "grad_norm", "step_protocol"},
     2: {"planner"},
     1: {"plan", "profile", "block", "config", "config_checks", "errors", "work"},
     0: {"ops"},
