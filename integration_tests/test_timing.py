@@ -210,7 +210,7 @@ def test_deferred_updates_move_during_the_next_forward(tmp_path, monkeypatch):
     serial_s, serial_in_step, serial_in_forward = timed_steps("serial", tmp_path, monkeypatch)
     deferred_s, deferred_in_step, deferred_in_forward = timed_steps("deferred", tmp_path, monkeypatch)
     print(f"deferred / serial step time {deferred_s:.2f} / {serial_s:.2f} = {deferred_s / serial_s:.2f}; share of "
-          f"update bytes inside step() {deferred_in_step:.3f} ({serial_in_step:.3f}), in forward {deferred_in_forward:.3f}")
+          f"update bytes in step() {deferred_in_step:.3f} ({serial_in_step:.3f}), in forward {deferred_in_forward:.3f}")
     assert (serial_in_step, serial_in_forward) == (1.0, 0.0)
     assert deferred_in_step < 0.05
     assert deferred_in_forward >= 0.8
