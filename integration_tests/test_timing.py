@@ -66,7 +66,8 @@ def test_one_copy_not_waited_for_gives_other_bits(kind, n, dtype, accumulation, 
 def test_an_update_not_waited_for_gives_other_bits(update_is_waited_for, dtype, tmp_path, monkeypatch):
     if not update_is_waited_for:
         enter_read = BlockOrder._enter_read
-        monkeypatch.setattr(BlockOrder, "_enter_read", lambda self: (Work.completed(), enter_read(self)[1]))
+        monkeypatch.setattr(BlockOrder, "_enter_read",
+                            lambda self: (Work.completed(self.current_slot()), enter_read(self)[1]))
     use_doubles(monkeypatch, make_io=SlowWrites)
     model = OddModel()
     batches = make_batches(model, 3)
@@ -200,7 +201,7 @@ def timed_steps(update, ssd, monkeypatch, num_steps=4):
             engine.step()
             in_step += update_bytes(engine) - before
             step_s.append(time.monotonic() - start)
-        engine.offload.gradients.drain()
+        engine.offload.gradients.updater.drain()
         total = update_bytes(engine) - first
     assert total == num_steps * 26 * sum(p.numel() for p in SleepyModel().parameters())
     return min(step_s[1:]), in_step / total, in_forward / total   # a deferred update shows in the step after

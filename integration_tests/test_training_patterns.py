@@ -375,17 +375,17 @@ class Gate:
     """Holds up the update thread of an engine ahead of every chunk of the blocks that `blocked` says."""
 
     def __init__(self, engine: Any, blocked=lambda block_index: True):
-        pipeline = engine.offload.gradients
-        update_chunk = pipeline._update_chunk
+        updater = engine.offload.gradients.updater
+        process = updater._process
         self._event = threading.Event()
         self._event.set()
 
-        def waiting(update, *args):
-            if blocked(update.block.index):
+        def waiting(piece):
+            if blocked(piece.job.update.block.index):
                 assert self._event.wait(60), "the test never opened the gate"
-            return update_chunk(update, *args)
+            return process(piece)
 
-        pipeline._update_chunk = waiting
+        updater._process = waiting
         self.shut, self.open = self._event.clear, self._event.set
 
 

@@ -24,7 +24,7 @@ _KINDS = ("master", "exp_avg", "exp_avg_sq")
 def optimizer_state(optimizer: LohanOptimizer) -> dict:
     """The state dict that DeepSpeed saves for ZeRO-3. Waits for all updates under way."""
     offload = optimizer.offload
-    offload.gradients.drain()
+    offload.gradients.updater.drain()
     masters, states = [], {}
     export = _Export(offload.store.scratch_dir, 3 * sum(optimizer._slot(*p).numel for p in optimizer.places))
     for index, place in enumerate(optimizer.places):

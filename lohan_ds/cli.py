@@ -50,7 +50,8 @@ def verify(
     """Train out-of-core and in memory, on the CPU, and compare every bit.
 
     Each row is one run; compared are the losses, the gradient norms, and in the end parameters, master weights,
-    moments and step counts. Exit status: 0 if all bits are equal, 1 if not, 2 if it could not be tried.
+    moments and step counts. Column "eager": block updates made during backward that were kept / dropped. Exit status:
+    0 if all bits are equal, 1 if not, 2 if it could not be tried.
     """
     if layers and model is None:
         raise typer.BadParameter("needs --model", param_hint="--layers")
@@ -66,7 +67,7 @@ def verify(
     if model is not None:
         values["models"] = (model.resolve().name,)
         if not full:   # a real model takes its time
-            values.update(clips=("always",), accumulations=(1,))
+            values.update(clips=("alternating",), accumulations=(1,))
         options.update(make_model=lambda: parity.load_model(str(model), layers), chunk_bytes=None, look_early=False)
     cases = (parity.full_matrix if full else parity.quick_matrix)(steps, **values)
     console = Console()
@@ -125,10 +126,10 @@ def _run(results: Iterable[CaseResult], cases: list[Case]) -> list[CaseResult]:
 
 
 def _table(results: list[CaseResult]) -> Table:
-    table = Table("model", "tier", "update", "clip", "accumulation", "dtype", "steps", "bits equal", "seconds",
+    table = Table("model", "tier", "update", "clip", "accum.", "dtype", "eager", "bits equal", "seconds",
                   box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)   # in 80 columns
     for result in results:
         case = result.case
         table.add_row(case.model, case.tier, case.update, case.clip, str(case.accumulation), case.dtype,
-                      str(case.steps), "[green]yes[/]" if result.same else "[red]no[/]", f"{result.seconds:.1f}")
+                      f"{result.num_kept}/{result.num_dropped}" if case.update == "eager" else "", "[green]yes[/]" if result.same else "[red]no[/]", f"{result.seconds:.1f}")
     return table

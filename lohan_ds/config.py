@@ -27,7 +27,7 @@ MIB = 2**20
 MIN_CHUNK_BYTES = 24 * 1024      # one page of 2048 elements, 12 bytes of state each (block.py)
 MIN_BUDGET_BYTES = 4096          # below one page a number was surely meant in other units
 MIN_SSD_FREE_BYTES = 16 * MIB    # per path
-AUTOMATIC = {"update": "deferred", "prefetch_depth": 2, "chunk_bytes": 16 * MIB, "ssd_threads": 4}
+AUTOMATIC = {"prefetch_depth": 2, "chunk_bytes": 16 * MIB, "ssd_threads": 4}
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -67,9 +67,12 @@ class LohanConfig(pydantic.BaseModel):
     optimizer_tier: Literal["host", "ssd"] | None = _setting('"host" or "ssd"', "host if all fits, else ssd")
     """Where fp32 master weights and Adam's moments live. By default the fastest tier with room."""
 
-    update: Literal["deferred", "serial"] | None = _setting('"deferred" or "serial"', '"deferred"')
-    """When Adam runs: "deferred" while the next forward goes on, each block before it is used; "serial" inside
-    `step()`. Deferred by default: the results are the same and it is faster."""
+    update: Literal["eager", "deferred", "serial"] | None = _setting(
+        '"eager", "deferred" or "serial"', "eager or deferred, step by step, if shadow slots fit, else deferred")
+    """When Adam runs: "eager" already in backward, into a second copy of parameters and optimizer state (shadow
+    slots) that is dropped when the step turns out to be clipped; "deferred" while the next forward goes on, each
+    block before it is used; "serial" inside `step()`. The results are the same. By default eager while none of the
+    last 20 steps was clipped, else deferred; always deferred where shadow slots do not fit beside the rest."""
 
     prefetch_depth: int | None = Field(None, ge=0, json_schema_extra={"what": "units", "automatic": "2"})
     """Units (layers) fetched ahead of the one that computes. By default 2: one in transfer, one ready. More needs
@@ -113,13 +116,6 @@ class LohanConfig(pydantic.BaseModel):
             raise ValueError("must be a whole number")
         return value
 
-    @pydantic.field_validator("update", mode="before")
-    @classmethod
-    def _no_eager(cls, value: Any) -> Any:
-        if value == "eager":
-            raise ConfigError('lohan.update: "eager" is not there yet; use "deferred" or "serial", or leave it out')
-        return value
-
     @pydantic.model_validator(mode="after")
     def _needs_paths(self) -> LohanConfig:
         wanting = [f"lohan.{name} is {getattr(self, name)!r}" for name in ("optimizer_tier", "param_tier")
@@ -130,7 +126,7 @@ class LohanConfig(pydantic.BaseModel):
         return self
 
     def with_defaults(self) -> LohanConfig:
-        """The same with the keys of `AUTOMATIC` filled in; budgets and tiers stay None for the planner."""
+        """The same with the keys of `AUTOMATIC` filled in; budgets, tiers and `update` stay None: the plan decides."""
         return self.model_copy(update={k: v for k, v in AUTOMATIC.items() if getattr(self, k) is None})
 
 

@@ -71,7 +71,7 @@ class Offload:
         take_staging = None if streams.unified else (lambda nbytes: self.pool.alloc(nbytes, "parameter staging"))
         self.streamer = ParamStreamer(self.model_blocks.units, self.blocks, self.model_blocks.params, self.store,
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
-                                      self._on_edit, self.gradients.check, set_status)
+                                      self._on_edit, self.gradients.updater.check, set_status)
         self.streamer.attach()
 
     def close(self) -> None:
@@ -107,6 +107,7 @@ class Offload:
         if values.numel() != info.numel:
             raise ValueError(f"{kind} of {info.name}: got {values.numel()} elements, needed {info.numel}")
         self.streamer.invalidate(block_index)
+        self.gradients.updater.spoil(block_index)
         values = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32)
         if kind == "param":
             kind, values = "master", values.to(getattr(torch, block.dtype)).float()
@@ -121,6 +122,7 @@ class Offload:
         """User code changed a resident parameter. Where it did, the master follows; else it keeps its precision."""
         block = self.blocks[block_index]
         info = block.slots[slot]
+        self.gradients.updater.spoil(block_index)
         if block.trainable and block.has_separate_master:
             old = self._read(block_index, slot, "param").reshape(-1)
             master = self._read(block_index, slot, "master").reshape(-1)
@@ -129,10 +131,13 @@ class Offload:
         self.store.write_array(block_index, "param", info.offset, values)
 
     def stats(self) -> dict[str, int]:
-        """Bytes so far: read from and written to the SSDs; bytes at rest on host and SSD; peak of the host pool."""
+        """Bytes so far: read from and written to the SSDs; bytes at rest on host and SSD; peak of the host pool.
+        Block updates made in backward that stood, and that were dropped."""
         return {"ssd_bytes_read": self.store.bytes_read, "ssd_bytes_written": self.store.bytes_written,
                 "host_bytes": self.budget.used_bytes, "host_peak_bytes": self.budget.peak_bytes,
-                "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched}
+                "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched,
+                "updates_speculated": self.gradients.updater.num_speculated,
+                "updates_dropped": self.gradients.updater.num_dropped}
 
 
 def close_all(closers: list) -> None:
@@ -164,7 +169,7 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     chunk_bytes = config.chunk_bytes or _DEFAULT_CHUNK_BYTES
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(chunk_bytes))
     budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)))
-    request = PlanRequest(config.param_tier, config.optimizer_tier, config.update or "deferred",
+    request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, config.chunk_bytes, accumulation)
     plan, blocks = make_plan(_model_size(model_blocks), request, budgets)
     return model_blocks._replace(blocks=blocks), plan, budgets

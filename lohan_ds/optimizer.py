@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections import deque
 
 import torch
 from deepspeed import comm as dist
@@ -20,7 +21,9 @@ from lohan_ds.adam import check_supported, hyper_from_group
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.grad_norm import clip_coefficient
 from lohan_ds.offload import Offload
+from lohan_ds.runtime.gradient_pipeline import StepTerms
 
+CLIP_HISTORY_STEPS = 20   # "auto" speculates when none of so many last steps clipped
 _STATE_KINDS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -67,6 +70,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._coalesce_grad_reduction = False
+        self._step_is_open = False                                    # its last backward has begun
+        self._clipped: deque[bool] = deque(maxlen=CLIP_HISTORY_STEPS)  # of the last steps, whether they were scaled
         self.steps: dict[tuple[int, int], int] = {}   # updates of each trained parameter so far, by (block, slot)
         self.places = sorted(((block.index, slot) for block in offload.blocks if block.trainable
                               for slot in range(len(block.slots))),
@@ -102,7 +107,23 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         if grad.is_sparse:
             raise ConfigError(f"{self._slot(block_index, slot).name} has a sparse gradient; set sparse=False in its "
                               "nn.Embedding")
-        self.offload.gradients.arrive(block_index, slot, grad, self.is_gradient_accumulation_boundary())
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self._step_is_open:
+            self._step_is_open = True
+            self._open_step()
+        self.offload.gradients.arrive(block_index, slot, grad, boundary)
+
+    def _open_step(self) -> None:
+        """The last backward of a step has begun. Speculates when it is asked for or, if it is left to us, when none
+        of the last steps clipped."""
+        mode, scale = self.offload.plan.update, self.loss_scale
+        speculate = mode == "eager" or (mode == "auto" and not any(self._clipped))
+        limit = self.clip_grad * scale if self.clip_grad > 0 else math.inf
+        self.offload.gradients.open_step((lambda: self._terms(1.0 / scale)) if speculate else None, limit)
+
+    def _terms(self, coefficient: float) -> StepTerms:
+        hypers = [hyper_from_group(group, self.decoupled) for group in self.param_groups]
+        return StepTerms(hypers, dict(self.steps), coefficient)
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter) -> None:
         self._take_gradient(*self.offload.place_of(param), param)
@@ -113,7 +134,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     overlapping_partition_gradients_reduce_epilogue = independent_gradient_partition_epilogue
 
     def backward_prologue(self) -> None:
-        self.offload.gradients.check()
+        self.offload.gradients.updater.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are consumed by step(); what is left on parameters is dropped."""
@@ -141,9 +162,10 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """
         offload = self.offload
         self.optimizer._opt_called = True   # else torch's schedulers on the carrier warn that nobody steps
-        offload.gradients.check()
+        offload.gradients.updater.check()
         self._refuse_unfrozen()
         offload.streamer.release_all()   # first: what it refuses leaves the step as it was
+        self._step_is_open = False
         scale = self.loss_scale
         norm = offload.gradients.norm()
         self.overflow = not math.isfinite(norm)
@@ -152,12 +174,13 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         if self.overflow:
             offload.gradients.drop()
             return
-        hypers = [hyper_from_group(group, self.decoupled) for group in self.param_groups]
-        for place in offload.gradients.present_slots():
-            self.steps[place] += 1
         coefficient = clip_coefficient(norm, self.clip_grad, scale)
-        for block_index in offload.gradients.start_updates(hypers, self.steps, coefficient):
+        self._clipped.append(coefficient != 1.0 / scale)
+        present = offload.gradients.present_slots()
+        for block_index in offload.gradients.decide(self._terms(coefficient)):
             offload.streamer.block_changed(block_index)
+        for place in present:
+            self.steps[place] += 1
         offload.streamer.prefetch_first()
 
     def _refuse_unfrozen(self) -> None:
@@ -170,6 +193,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def reset_step(self) -> None:
         """After an exception in forward or backward: drops this step's gradients, as if it had not begun."""
         self.zero_grad()
+        self._step_is_open = False
         self.offload.gradients.drop()
         self.offload.streamer.reset()
         self._backward_active_depth = 0
@@ -213,8 +237,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         held = self.offload.gradients.gradient(*place) if place is not None else None
         if held is None:
             raise StepError("there is no gradient to set: call between backward and step()")
-        held.copy_(value.reshape(-1))
         self.offload.gradients.gradient_edited(*place)
+        held.copy_(value.reshape(-1))
 
     def update_fp32_grad_for_param_vectorized(self, update_func, params: list[nn.Parameter]) -> None:
         """Replaces the gradient of each by `update_func(gradient, parameter)`."""
@@ -230,7 +254,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def checkpoint_event_prologue(self) -> None:
-        self.offload.gradients.drain()
+        self.offload.gradients.updater.drain()
 
     def checkpoint_event_epilogue(self) -> None:
         pass

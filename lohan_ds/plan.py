@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["host", "ssd"]
-UpdateMode = Literal["serial", "deferred"]
+# "eager" speculates in the backward of every step. "auto": the engine chooses step by step, eager while none of the
+# last 20 steps was clipped, else deferred.
+UpdateMode = Literal["serial", "deferred", "eager", "auto"]
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,4 @@ class OffloadPlan:
     chunk_numel: int                   # elements
     num_chunk_buffers: int             # of the update pipeline read | Adam | write
     accumulate_fp32: bool              # gradients are held in fp32 (several micro-steps), else in the param dtype
+    shadow: bool = False               # every trained block has two slots, so an update can be dropped

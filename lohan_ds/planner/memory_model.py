@@ -4,7 +4,7 @@ Not here: activations, logits and the user's own data. Those depend on the batch
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
-(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way.
+(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way. Shadow slots: 90.7 GB more.
 """
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def needs(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
     """Every item of more than 0 bytes. With `unified`, device items are charged to the host.
 
     Chunk sizes come from `plan.chunk_numel`, not from the blocks, so a plan can be weighed before blocks are
-    rebuilt. Grows with `prefetch_depth` and with `chunk_numel`, never shrinks; the search relies on that.
+    rebuilt. Grows with `prefetch_depth`, `chunk_numel` and `shadow`, never shrinks; the search relies on that.
     """
-    items = [*_at_rest(model, plan), *_for_update(model, plan), *_for_compute(model, plan, unified)]
+    items = [*_at_rest(model, plan), *_for_store(model, plan), *_for_update(model, plan),
+             *_for_compute(model, plan, unified)]
     return [item for item in items if item.nbytes > 0]
 
 
@@ -48,13 +49,25 @@ def missing_bytes(items: list[Need], budgets: Budgets) -> dict[MemoryTier, int]:
 
 
 def _at_rest(model: ModelSize, plan: OffloadPlan) -> list[Need]:
-    """Parameters and optimizer state where they live between uses."""
+    """Parameters and optimizer state where they live between uses; shadow slots are a second copy of the trained."""
     items = []
     for tier in ("host", "ssd"):
         param_bytes = sum(b.param_bytes for b in model.blocks if plan.param_tier[b.index] == tier)
         state_bytes = sum(b.state_bytes for b in model.blocks if plan.state_tier[b.index] == tier)
-        items += [Need(tier, "parameters", param_bytes), Need(tier, "optimizer state", state_bytes)]
+        shadow_bytes = sum((b.param_bytes if plan.param_tier[b.index] == tier else 0)
+                           + (b.state_bytes if plan.state_tier[b.index] == tier else 0)
+                           for b in model.blocks if b.trainable and plan.shadow)
+        items += [Need(tier, "parameters", param_bytes), Need(tier, "optimizer state", state_bytes),
+                  Need(tier, "shadow slots", shadow_bytes)]
     return items
+
+
+def _for_store(model: ModelSize, plan: OffloadPlan) -> list[Need]:
+    """The store's one buffer for what is not aligned: what lies on SSD of the largest chunk, of frozen blocks too."""
+    nbytes = max(min(plan.chunk_numel, b.numel)
+                 * ((DTYPE_BYTES[b.dtype] if plan.param_tier[b.index] == "ssd" else 0)
+                    + (4 * len(b.state_kinds) if plan.state_tier[b.index] == "ssd" else 0)) for b in model.blocks)
+    return [Need("host", "staging buffer of the store (1 chunk)", nbytes)]
 
 
 def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
@@ -89,7 +102,9 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
     resident = min(sum(unit_bytes[:num_resident]), sum(b.param_bytes for b in model.blocks))
     grad_bytes = model.largest_param_numel * max((DTYPE_BYTES[b.dtype] for b in model.blocks if b.trainable), default=0)
     staging = 0 if unified else num_resident * max(b.param_bytes for b in model.blocks)
+    grad_staging = 0 if unified or not grad_bytes else 2 * model.largest_param_numel * 4
     return [Need("host", f"staging buffers ({num_resident} blocks)", staging),
+            Need("host", "staging buffers (2 gradients)", grad_staging),
             Need(device, f"resident parameters ({num_resident} units)", resident),
             Need(device, "gradients of the largest parameter", grad_bytes * (1 if unified else 2))]
 

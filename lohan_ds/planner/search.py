@@ -20,6 +20,7 @@ from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 NUM_CHUNK_BUFFERS = 3               # read | Adam | write
 AUTO_CHUNK_BYTES = 16 * 2**20
 AUTO_PREFETCH_DEPTH = 2             # units
+AUTO_SHADOW_HOST_SHARE = 0.5        # of the host budget: automatic shadow slots are a luxury, not worth a tight one
 STATE_BYTES_PER_NUMEL = 12          # the inverse of chunk_numel_for: three fp32 arrays
 HALVINGS_PER_PREFETCHED_UNIT = 3    # shrink chunks to an eighth before giving up one unit of prefetch
 # (param tier, state tier), best first. State moves first: it is 12 of 14 bytes per parameter. The last pair is
@@ -30,9 +31,10 @@ BUDGET_KEYS: dict[MemoryTier, str] = {
     "host": "lohan.host_memory", "device": "lohan.device_memory", "ssd": "lohan.ssd_paths"}
 SSD_LIMIT_KEY = "lohan.ssd_space"   # the SSD budget's source when the JSON limits it
 # What it costs the user to change a setting: lost overlap, then SSD traffic, then another batch layout.
-SETTING_COSTS = {"lohan.chunk_bytes": 1, "lohan.prefetch_depth": 2, "lohan.optimizer_tier": 4, "lohan.param_tier": 8,
-                 "gradient_accumulation_steps": 16}
-TIER_SETTINGS = ("lohan.optimizer_tier", "lohan.param_tier")
+SETTING_COSTS = {"lohan.chunk_bytes": 1, "lohan.prefetch_depth": 2, "lohan.update": 4, "lohan.optimizer_tier": 8,
+                 "lohan.param_tier": 16, "gradient_accumulation_steps": 32}
+# Settings that decide how many bytes lie at rest, and where.
+AT_REST_SETTINGS = ("lohan.update", "lohan.optimizer_tier", "lohan.param_tier")
 # What it costs to raise a budget, per byte: a number in the JSON, an SSD, RAM, a bigger device.
 RAISE_COSTS = {"json": 1, "ssd": 10, "host": 500, "device": 10000}
 
@@ -42,7 +44,7 @@ class PlanRequest:
     """What the user forced (or left to us: None)."""
     param_tier: Tier | None
     optimizer_tier: Tier | None
-    update: UpdateMode
+    update: UpdateMode | None     # None (as "auto"): shadow slots if they fit beside the best plan, else deferred
     prefetch_depth: int | None    # units; None starts at 2 and goes down to 0 as needed
     chunk_bytes: int | None       # of a state record; None starts at 16 MiB and halves as needed
     accumulation: int             # micro-steps per step; more than 1 holds gradients in fp32
@@ -66,18 +68,23 @@ def make_plan(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple
 
     Automatic tiers: all on the host when that fits, else optimizer state on the SSD, else params too. Only when no
     tiers fit, automatic chunks shrink and the automatic prefetch depth goes down. What the request names is kept.
+    With an automatic update that plan gets shadow slots if they still fit; nothing gives way to them.
     Raises `CapacityError` with the table of the closest plan and the cheapest change that would fit.
     """
     plan = _first_fit(model, _space(request, budgets.ssd_bytes > 0), budgets)
     if plan is None:
         raise CapacityError(_explain(model, request, budgets))
+    if request.update in (None, "auto"):
+        with_shadow = replace(plan, update="auto", shadow=True)
+        plan = with_shadow if _leaves_room(model, with_shadow, budgets) else plan
     return plan, tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
 
 
 def plan_table(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> str:
     """The plan in one line and its table of needed against available bytes, to print at the start of a run."""
     headline = (f"lohan plan: parameters on {plan.param_tier[0]}, optimizer state on {plan.state_tier[0]}, "
-                f"update {plan.update}, prefetch_depth {plan.prefetch_depth} units, "
+                f"update {plan.update}, {'shadow slots yes, ' if plan.shadow else ''}"
+                f"prefetch_depth {plan.prefetch_depth} units, "
                 f"chunk_bytes {plan.chunk_numel * STATE_BYTES_PER_NUMEL}, "
                 f"gradients held in {'fp32' if plan.accumulate_fp32 else 'the parameters dtype'}")
     return f"{headline}\n{table(needs(model, plan, budgets.unified), budgets)}"
@@ -118,20 +125,21 @@ class _Space:
     depths: tuple[int, ...]           # units, falling
     chunk_numels: tuple[int, ...]     # elements, falling
     accumulate_fp32: tuple[bool, ...]
-    update: UpdateMode
+    updates: tuple[UpdateMode, ...]   # "eager" comes with shadow slots
 
     def plans(self, num_blocks: int) -> Iterator[OffloadPlan]:
         """Every plan, best first; tiers are tried before smaller chunks and less prefetch."""
         choices = product(range(len(self.accumulate_fp32)), range(len(self.depths)), range(len(self.chunk_numels)))
         settings = sorted(choices, key=lambda s: (s[0], HALVINGS_PER_PREFETCHED_UNIT * s[1] + s[2]))
         pairs = [pair for pair in TIER_PAIRS if pair[0] in self.param_tiers and pair[1] in self.state_tiers]
-        for (accumulate, depth, chunk), (param_tier, state_tier) in product(settings, pairs):
-            yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, self.update, self.depths[depth],
-                              self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate])
+        for update, (accumulate, depth, chunk), (param_tier, state_tier) in product(self.updates, settings, pairs):
+            yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, update, self.depths[depth],
+                              self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate],
+                              shadow=update == "eager")
 
     def smallest(self) -> _Space:
-        """Without the choices that only cost memory: needs grow with depth and with chunk size."""
-        return replace(self, depths=self.depths[-1:], chunk_numels=self.chunk_numels[-1:])
+        """Without the choices that only cost memory: needs grow with depth, chunk size and shadow slots."""
+        return replace(self, depths=self.depths[-1:], chunk_numels=self.chunk_numels[-1:], updates=self.updates[-1:])
 
 
 def _space(request: PlanRequest, with_ssd: bool) -> _Space:
@@ -143,7 +151,7 @@ def _space(request: PlanRequest, with_ssd: bool) -> _Space:
         chunk_numels=(_chunk_numels_down(AUTO_CHUNK_BYTES) if request.chunk_bytes is None
                       else (chunk_numel_for(request.chunk_bytes),)),
         accumulate_fp32=(request.accumulation > 1,),
-        update=request.update)
+        updates=("deferred",) if request.update in (None, "auto") else (request.update,))
 
 
 def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Space:
@@ -154,6 +162,8 @@ def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Sp
         space = replace(space, chunk_numels=_chunk_numels_down(request.chunk_bytes))
     if "lohan.prefetch_depth" in keys:
         space = replace(space, depths=_depths_down(request.prefetch_depth))
+    if "lohan.update" in keys:
+        space = replace(space, updates=("eager", "deferred"))
     if "lohan.optimizer_tier" in keys:
         space = replace(space, state_tiers=tiers)
     if "lohan.param_tier" in keys:
@@ -199,11 +209,18 @@ def _fits(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
     return not any(missing_bytes(needs(model, plan, budgets.unified), budgets).values())
 
 
+def _leaves_room(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
+    """Fits, and leaves host memory for what nobody could count (activations where memory is shared, user data)."""
+    host_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
+    return _fits(model, plan, budgets) and host_bytes <= AUTO_SHADOW_HOST_SHARE * budgets.host_bytes
+
+
 def _changeable(request: PlanRequest, with_ssd: bool) -> tuple[str, ...]:
     """Keys of what the request forces and another value could need less."""
     movable = ("host", "ssd") if with_ssd else ("ssd",)
     forced = {"lohan.chunk_bytes": request.chunk_bytes is not None,
               "lohan.prefetch_depth": bool(request.prefetch_depth),
+              "lohan.update": request.update == "eager",
               "lohan.optimizer_tier": request.optimizer_tier in movable,
               "lohan.param_tier": request.param_tier in movable,
               "gradient_accumulation_steps": request.accumulation > 1}
@@ -228,6 +245,8 @@ def _setting_changes(request: PlanRequest, plan: OffloadPlan) -> tuple[Change, .
         changes.append(Change("lohan.chunk_bytes", plan.chunk_numel * STATE_BYTES_PER_NUMEL))
     if request.prefetch_depth is not None and plan.prefetch_depth != request.prefetch_depth:
         changes.append(Change("lohan.prefetch_depth", plan.prefetch_depth))
+    if request.update == "eager" and plan.update != "eager":
+        changes.append(Change("lohan.update", plan.update))
     if request.optimizer_tier is not None and plan.state_tier[0] != request.optimizer_tier:
         changes.append(Change("lohan.optimizer_tier", plan.state_tier[0]))
     if request.param_tier is not None and plan.param_tier[0] != request.param_tier:
@@ -240,8 +259,8 @@ def _setting_changes(request: PlanRequest, plan: OffloadPlan) -> tuple[Change, .
 def _raises(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple[Change, ...]:
     """Budgets to raise: those of the JSON if they are enough, else what costs least, with an SSD if there is none.
 
-    Tiers that were forced may move too, because more SSD is worth nothing otherwise; the prefetch depth may only
-    where it saves a bigger device.
+    Tiers that were forced may move too, because more SSD is worth nothing otherwise, and "eager" may become deferred
+    where that saves hardware; the prefetch depth may only where it saves a bigger device.
     """
     costs = {tier: RAISE_COSTS["json" if _set_in_json(budgets, tier) else tier] for tier in BUDGET_KEYS}
     unchanged = _closest(model, _space(request, budgets.ssd_bytes > 0), budgets,
@@ -249,7 +268,7 @@ def _raises(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple[C
     missing = missing_bytes(needs(model, unchanged, budgets.unified), budgets)
     if all(_set_in_json(budgets, tier) for tier in missing if missing[tier]):
         return _budget_changes(model, unchanged, budgets)
-    settings = (*TIER_SETTINGS, "lohan.prefetch_depth") if missing["device"] else TIER_SETTINGS
+    settings = (*AT_REST_SETTINGS, "lohan.prefetch_depth") if missing["device"] else AT_REST_SETTINGS
     keys_sets = _cheapest_first([key for key in _changeable(request, True) if key in settings])
     closest = [_closest(model, _widened(request, True, keys), budgets, costs) for keys in keys_sets]
     plan = min(closest, key=lambda plan: _raise_cost(model, plan, budgets, costs))  # the first of equals

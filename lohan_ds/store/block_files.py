@@ -21,11 +21,13 @@ GIB = 1 << 30
 
 
 class BlockFiles:
-    """The files of one kind ("params" or "state") of one block. Fixed after `open`; any thread."""
+    """The files of one kind ("params" or "state") of one slot of a block. Fixed after `open`; any thread."""
 
-    def __init__(self, block: Block, kind: str, num_dirs: int):
+    def __init__(self, block: Block, kind: str, num_dirs: int, slot: int | None = None):
+        """`slot`: None if the block has only one."""
         self.block = block
         self.kind = kind
+        self.slot = slot
         self.num_dirs = num_dirs
         if kind == "params":
             self.num_arrays, self.itemsize = 1, DTYPE_BYTES[block.dtype]
@@ -43,7 +45,7 @@ class BlockFiles:
         """Creates the files, none where a directory gets no chunk. StoreError from `io`; then call `close`."""
         for index, run_dir in enumerate(run_dirs):
             if nbytes := self.nbytes_in(index):
-                path = os.path.join(run_dir, block_file_name(self.block.index, self.kind))
+                path = os.path.join(run_dir, block_file_name(self.block.index, self.kind, self.slot))
                 self._files[index] = io.open(path, nbytes)
 
     def close(self, io: ThreadSsdIo) -> None:
@@ -72,10 +74,16 @@ class BlockFiles:
                 (last - first) * self.itemsize)
 
 
+def num_slots(block: Block, plan: OffloadPlan) -> int:
+    """How many times a store holds the arrays of a block: see [Note: slots] in block_order.py."""
+    return 2 if plan.shadow and block.trainable else 1
+
+
 def required_ssd_bytes(blocks: Sequence[Block], plan: OffloadPlan) -> int:
     """Bytes that a store of these blocks takes on all its SSD directories together."""
-    return sum((block.param_bytes if plan.param_tier[block.index] == "ssd" else 0)
-               + (block.state_bytes if plan.state_tier[block.index] == "ssd" else 0) for block in blocks)
+    return sum(num_slots(block, plan) * ((block.param_bytes if plan.param_tier[block.index] == "ssd" else 0)
+                                         + (block.state_bytes if plan.state_tier[block.index] == "ssd" else 0))
+               for block in blocks)
 
 
 def make_run_dirs(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:

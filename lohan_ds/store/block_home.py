@@ -1,4 +1,4 @@
-"""`BlockHome`: the bytes of one block, each kind either in host tensors or in files. It does not order operations.
+"""`BlockHome`: the bytes of one slot of a block, each kind in host tensors or in files. It orders no operations.
 
 Used by BlockStore only, which sees to it that nobody reads what another writes.
 """
@@ -31,15 +31,18 @@ class ChunkArrays(NamedTuple):
 class BlockHome:
     """All fields but the tensors are fixed after `open`; any thread. Owns its host tensors and its files."""
 
-    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None, num_dirs: int):
+    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None, num_dirs: int,
+                 slot: int | None = None):
+        """`slot`: None if the block has only one."""
         self.block = block
+        self.slot = slot
         self.dtype = TORCH_DTYPE[block.dtype]
         self._pool = pool
         self._io = io
         params_on_ssd = plan.param_tier[block.index] == "ssd"
         state_on_ssd = plan.state_tier[block.index] == "ssd" and block.trainable
-        self.param_files = BlockFiles(block, "params", num_dirs) if params_on_ssd else None
-        self.state_files = BlockFiles(block, "state", num_dirs) if state_on_ssd else None
+        self.param_files = BlockFiles(block, "params", num_dirs, slot) if params_on_ssd else None
+        self.state_files = BlockFiles(block, "state", num_dirs, slot) if state_on_ssd else None
         self.params: Tensor | None = None  # (numel,) block dtype, host; None on SSD
         self.state: list[Tensor] = []      # by state kind (numel,) fp32, host; empty on SSD
 
@@ -60,11 +63,12 @@ class BlockHome:
     def open(self, run_dirs: Sequence[str]) -> None:
         """Takes memory and disk space. CapacityError, StoreError: call `close` then, as always."""
         block = self.block
+        where = f"of block {block.index}" + ("" if self.slot is None else f", slot {self.slot}")
         if self.param_files is None:
-            self.params = self._pool.alloc(block.param_bytes, f"params of block {block.index}").view(self.dtype)
+            self.params = self._pool.alloc(block.param_bytes, f"params {where}").view(self.dtype)
         if self.state_files is None:
             for kind in block.state_kinds:
-                array = self._pool.alloc(block.numel * 4, f"{kind} of block {block.index}")
+                array = self._pool.alloc(block.numel * 4, f"{kind} {where}")
                 self.state.append(array.view(torch.float32))
         for files in self.all_files:
             files.open(self._io, run_dirs)
@@ -103,20 +107,33 @@ class BlockHome:
                           out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
             for chunk in self.block.chunks], value=out)
 
-    def load(self, chunk: Chunk, buffer: Tensor | None) -> tuple[ChunkArrays, list[Work]]:
-        """The arrays of a chunk, and the reads that fill those on SSD: state, and params where they are the master."""
+    def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome) -> tuple[ChunkArrays, list[Work]]:
+        """The arrays of a chunk, to be saved here, and the reads that fill those on SSD with the values in `source`.
+
+        Read are state, and params where they are the master. Those in host RAM are this slot's own tensors: where
+        `source` is another slot of the block they need `copy_host_arrays`.
+        """
         state_arrays, params = self._views(chunk, buffer)
         reads = []
         if self.state_files is not None:
-            reads.append(self._io.read(*self.state_files.record(chunk), _record(state_arrays)))
+            reads.append(self._io.read(*source.state_files.record(chunk), _record(state_arrays)))
         if self.block.has_separate_master:
             return ChunkArrays(*state_arrays, params), reads
         if self.param_files is not None:
-            reads.append(self._io.read(*self.param_files.record(chunk), params.view(torch.uint8)))
+            reads.append(self._io.read(*source.param_files.record(chunk), params.view(torch.uint8)))
         return ChunkArrays(params, *state_arrays, None), reads
 
+    @torch.no_grad()
+    def copy_host_arrays(self, chunk: Chunk, source: BlockHome) -> None:
+        """Copies what an update reads of a chunk and lies in host RAM: state, and params where they are the master."""
+        piece = slice(chunk.start, chunk.start + chunk.numel)
+        for ours, theirs in zip(self.state, source.state):
+            ours[piece].copy_(theirs[piece])
+        if self.params is not None and not self.block.has_separate_master:
+            self.params[piece].copy_(source.params[piece])
+
     def save(self, chunk: Chunk, arrays: ChunkArrays) -> Work:
-        """Writes the arrays on SSD back; those in host RAM are in place already. Does not block."""
+        """Writes the arrays on SSD to this slot; those in host RAM are in place already. Does not block."""
         if self.block.has_separate_master:
             return self._write(chunk, list(arrays[:3]), arrays.params)
         return self._write(chunk, list(arrays[1:3]), arrays.master)

@@ -7,27 +7,50 @@
 A read issued while UPDATING starts at `publish` (read after write). An update's writes start when the reads issued
 *before* its `announce` have ended (write after read): the ones issued later wait for the update and must not be
 waited for. So each read is entered into `_reads` the moment it is issued, and `announce` takes a picture of them.
+
+[Note: slots] A block has one slot or two: places for all its bytes. With one, an update changes it in place. With
+two, it reads the current one and writes all of the other, the *shadow*, which `publish` makes current. Then
+
+* an update that is not published has changed nothing. It may be tried before it is known whether it shall happen (a
+  *speculation*, while the block is PUBLISHED and read), and is dropped by doing nothing;
+* the reads issued before `announce` are of the other slot than the update's writes, which need not wait for them. It
+  is the *next* update's that must: it writes the slot they read. `_shadow_drained` stands for their end.
+
+A read learns its slot from the publication it waited for, so it is of one slot as a whole, whatever is published
+while it is under way. Edits change the current slot in place, alone with the block, and leave it current.
 """
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from lohan_ds.errors import StepError
 from lohan_ds.work import Work
 
 
-class BlockOrder:
-    """Any thread. All fields but `_what` are under `_lock`; no Work is finished and nothing waits under it."""
+class UpdateSlots(NamedTuple):
+    """Where an update finds and leaves the bytes of a block."""
+    source: int    # the slot to read
+    target: int    # the slot to write: the same one where the block has only one
+    drained: Work  # done once nobody reads `target` any more
 
-    def __init__(self, what: str):
+
+class BlockOrder:
+    """Any thread. All fields but `_what` and `has_shadow` are under `_lock`; no Work is finished and nothing waits
+    under it."""
+
+    def __init__(self, what: str, num_slots: int = 1):
         self._what = what  # for messages: "block 7"
+        self.has_shadow = num_slots == 2
         self._lock = threading.Lock()
         self._updating = False
-        self._published = Work.completed()  # finishes when the update under way is published, fails when it fails
-        self._drained = Work.completed()    # finishes when the reads issued before the announcement have ended
-        self._reads: set[Work] = set()      # one for each read that has not ended; none of them ever fails
+        self._current = 0                    # the slot that is read; the other one, if any, is the shadow
+        self._published = Work.completed(0)  # of the slot, when the update under way is published; fails when it fails
+        self._drained = Work.completed()     # finishes when the reads issued before the announcement have ended
+        self._shadow_drained = Work.completed()  # finishes when the reads of the shadow have ended
+        self._reads: set[Work] = set()       # one for each read that has not ended; none of them ever fails
 
     def announce(self) -> None:
         """From now on reads wait for `publish`. Does not block."""
@@ -37,14 +60,16 @@ class BlockOrder:
             self._announce()
 
     def publish(self) -> None:
-        """The update is complete. Starts waiting reads, in this thread."""
-        self._end_update().finish()
+        """The update is complete: its target is current from now on. Starts waiting reads, in this thread."""
+        self._publish(flip=self.has_shadow)
 
     def fail(self, error: BaseException) -> None:
         """The update failed: waiting and later reads get a StepError with `error` as its cause, until `announce`."""
         failure = StepError(f"{self._what}: its update failed: {error}")
         failure.__cause__ = error
-        self._end_update().fail(failure)
+        with self._lock:
+            published = self._end_update()
+        published.fail(failure)
 
     def abandon(self, error: BaseException) -> None:
         """Wakes whoever waits for an update under way, with `error`; nothing if there is none."""
@@ -55,12 +80,24 @@ class BlockOrder:
             published = self._published
         published.fail(error)
 
-    def drained(self) -> Work:
-        """Of the update under way: done once its writes may start. StepError if no update is announced."""
+    def update_slots(self, speculative: bool = False) -> UpdateSlots:
+        """Of the update under way or, for a block with a shadow, of a speculation. Does not block.
+
+        StepError if no update is announced, but for speculations; AssertionError for those if there is no shadow.
+        """
+        if speculative and not self.has_shadow:
+            raise AssertionError(f"{self._what}: speculative update of a block without shadow slot")
         with self._lock:
-            if not self._updating:
+            if not speculative and not self._updating:
                 raise StepError(f"{self._what}: chunk of an update asked for, but no update is announced")
-            return self._drained
+            if self.has_shadow:
+                return UpdateSlots(self._current, 1 - self._current, self._shadow_drained)
+            return UpdateSlots(0, 0, self._drained)
+
+    def current_slot(self) -> int:
+        """As the last publication left it."""
+        with self._lock:
+            return self._current
 
     def wait_published(self) -> None:
         """Blocks while an update is under way; StepError if the last one failed."""
@@ -68,26 +105,27 @@ class BlockOrder:
             published = self._published
         published.wait()
 
-    def read(self, start: Callable[[], Work]) -> Work:
-        """Calls `start` when reads may start (here, or in the publishing thread); the work of what it returns."""
+    def read(self, start: Callable[[int], Work]) -> Work:
+        """Calls `start` with the slot to read when reads may start (here, or in the publishing thread); the work of
+        what it returns."""
         published, token = self._enter_read()
-        work = published.then(lambda _: start())
+        work = published.then(start)
         work.on_done(lambda: self._leave_read(token))  # on failure too, so not by `then`
         return work
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """For a synchronous read in the body: blocks for the publication; updates announced later wait for it."""
+    def reading(self) -> Iterator[int]:
+        """For a synchronous read, in the body, of the slot it gives: blocks for the publication; later writes of that
+        slot wait for it."""
         published, token = self._enter_read()
         try:
-            published.wait()
-            yield
+            yield published.wait()
         finally:
             self._leave_read(token)
 
     @contextmanager
-    def editing(self, replaces_all: bool = False) -> Iterator[None]:
-        """For a synchronous write in the body, which is alone with the block; blocks until it is.
+    def editing(self, replaces_all: bool = False) -> Iterator[int]:
+        """For a synchronous write, in the body, of the slot it gives, the current one; blocks until it is alone.
 
         An exception in the body leaves the block FAILED. A block that already is raises StepError unless the body
         `replaces_all` of it.
@@ -103,27 +141,34 @@ class BlockOrder:
             with self._lock:
                 if not self._updating:
                     self._announce()
-                    drained = self._drained
+                    drained, slot = self._drained, self._current
                     break
         try:
             drained.wait()
-            yield
+            yield slot
         except BaseException as error:
             self.fail(error)
             raise
-        self.publish()
+        self._publish(flip=False)
 
     def _announce(self) -> None:
         self._updating = True
         self._published = Work()
         self._drained = Work.all_of(self._reads)
 
-    def _end_update(self) -> Work:
+    def _publish(self, flip: bool) -> None:
         with self._lock:
-            if not self._updating:
-                raise AssertionError(f"{self._what}: end of an update that was not announced")
-            self._updating = False
-            return self._published
+            published = self._end_update()
+            if flip:
+                self._current, self._shadow_drained = 1 - self._current, self._drained
+            slot = self._current
+        published.finish(slot)
+
+    def _end_update(self) -> Work:
+        if not self._updating:
+            raise AssertionError(f"{self._what}: end of an update that was not announced")
+        self._updating = False
+        return self._published
 
     def _enter_read(self) -> tuple[Work, Work]:
         token = Work()

@@ -2,8 +2,9 @@
 
 It orders the operations on each block (see [Note: order of a block] in block_order.py); where each chunk lies is
 told by [Note: striping] in block_files.py. It is a store, not a cache: what it holds is the only copy, and nothing
-is removed before `close`. One update of a bf16 block with everything on SSD reads 12 and writes 14 bytes a
-parameter, of a float32 block 12 and 12, since there the param array is the master.
+is removed before `close`. Blocks with a shadow slot ([Note: slots] in block_order.py) are held twice. One update of a
+bf16 block with everything on SSD reads 12 and writes 14 bytes a parameter, of a float32 block 12 and 12, since there
+the param array is the master. A shadow slot changes nothing about that; in host RAM the update copies what it reads.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from lohan_ds.block import Block, Chunk
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.plan import OffloadPlan
-from lohan_ds.store.block_files import make_run_dirs, required_ssd_bytes
+from lohan_ds.store.block_files import make_run_dirs, num_slots, required_ssd_bytes
 from lohan_ds.store.block_home import BlockHome, ChunkArrays
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.ssd_io import ThreadSsdIo
@@ -51,9 +52,14 @@ class BlockStore:
         self._run_dirs: list[str] = []
         self._staging: BufferRing | None = None  # one buffer for what is not aligned or not in fp32 yet
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-copy")  # of host params to readers
+        self._shadow_copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-shadow")  # of what updates load
         self._closed = False
-        self._homes = [BlockHome(block, plan, pool, io, len(run_dirs)) for block in blocks]
-        self._orders = [BlockOrder(f"block {block.index} ({block.name})") for block in blocks]
+        self._slots: list[list[BlockHome]] = []  # by block, by slot
+        for block in blocks:
+            names = [None] if num_slots(block, plan) == 1 else [0, 1]
+            self._slots.append([BlockHome(block, plan, pool, io, len(run_dirs), name) for name in names])
+        self._homes = [home for slots in self._slots for home in slots]
+        self._orders = [BlockOrder(f"block {block.index} ({block.name})", num_slots(block, plan)) for block in blocks]
         try:
             if self.ssd_bytes:
                 needed_bytes = [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
@@ -76,10 +82,10 @@ class BlockStore:
 
         Waits for an update under way, and also mends a block whose last update failed. Reads issued meanwhile wait.
         """
-        home, order = self._open_block(block_index)
-        _check(home.block, "params", params, home.dtype, 0, home.block.numel)
-        with order.editing(replaces_all=True), self._staged() as buffer:
-            home.initialise(params, buffer)
+        slots, order = self._open_block(block_index)
+        _check(slots[0].block, "params", params, slots[0].dtype, 0, slots[0].block.numel)
+        with order.editing(replaces_all=True) as slot, self._staged() as buffer:
+            slots[slot].initialise(params, buffer)
 
     def read_params(self, block_index: int, out: Tensor) -> Work:
         """Work of `out`, (numel,) block dtype, host, which then holds the params after the last announced update.
@@ -87,32 +93,47 @@ class BlockStore:
         Never blocks. `out` must be 4096-aligned for params on SSD, and not touched until the work is done. StepError
         through the Work if that update failed, StoreError if the read did.
         """
-        home, order = self._open_block(block_index)
-        _check(home.block, "out", out, home.dtype, 0, home.block.numel)
-        if home.params is None:
-            return order.read(lambda: home.read_params(out))
-        return order.read(lambda: Work.of_future(self._copier.submit(_copy, home.params, out), holds=out))
+        slots, order = self._open_block(block_index)
+        _check(slots[0].block, "out", out, slots[0].dtype, 0, slots[0].block.numel)
+        if slots[0].params is None:
+            return order.read(lambda slot: slots[slot].read_params(out))
+        return order.read(
+            lambda slot: Work.of_future(self._copier.submit(_copy, slots[slot].params, out), holds=out))
 
     def params_view(self, block_index: int) -> Tensor | None:
         """The host tensor of the params itself, (numel,) block dtype; None for params on SSD.
 
         The store does not see what is done with it: call `wait_published` first, and be done with reading before
-        the next update is announced.
+        the next update is announced. Ask again after that: a block with a shadow slot has another tensor then.
         """
-        return self._open_block(block_index)[0].params
+        slots, order = self._open_block(block_index)
+        return slots[order.current_slot()].params
 
-    # Updates: announce, load and save each chunk, publish or fail
+    # Updates: announce, load and save each chunk, publish or fail. Speculations: load and save each chunk, then
+    # either announce and publish, or drop them by doing nothing.
+
+    def has_shadow(self, block_index: int) -> bool:
+        """Whether updates of this block leave its bytes alone until `publish`, so that it may speculate."""
+        return self._open_block(block_index)[1].has_shadow
 
     def announce_update(self, block_index: int) -> None:
         """From now on reads of this block wait for its publication. Does not block."""
         self._open_block(block_index)[1].announce()
 
     def publish(self, block_index: int) -> None:
-        """All chunks are saved (their Works are done): reads may go on. Starts them, does not wait for them."""
+        """All chunks are saved (their Works are done): reads may go on. Starts them, does not wait for them.
+
+        With a shadow slot that means every chunk of the block, changed or not, whether the update or a speculation
+        before it has saved it: the slot they were saved to is read from now on.
+        """
         self._open_block(block_index)[1].publish()
 
     def fail(self, block_index: int, error: BaseException) -> None:
-        """The update cannot be completed: waiting and later reads get a StepError from `error`, until the next one."""
+        """The update cannot be completed: waiting and later reads get a StepError from `error`, until the next one.
+
+        That one starts from what is there. With a shadow slot these are the values before the failed update, whole;
+        without one, whatever it has left.
+        """
         self._open_block(block_index)[1].fail(error)
 
     def wait_published(self, block_index: int) -> None:
@@ -124,27 +145,37 @@ class BlockStore:
         """Bytes that `load_chunk` needs of a buffer for the largest chunk; 0 when no trained block is on SSD."""
         return max((home.chunk_bytes for home in self._homes if home.block.trainable), default=0)
 
-    def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None) -> Work:
+    def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None, speculative: bool = False) -> Work:
         """Work of the ChunkArrays of a chunk of the announced update. Does not block. StepError if none is announced.
 
         Kinds on SSD are read into `buffer` (uint8, 4096-aligned, at least `chunk_buffer_bytes`; None if that is 0),
         which is lent until `save_chunk` is done. Kinds in host RAM are the store's own tensors, handed out once the
-        reads issued before the announcement have ended. 16-bit params on SSD are not read: they are only written.
+        reads issued before the announcement have ended. 16-bit params are never read: they are only written.
+
+        With a shadow slot those tensors are the shadow's, filled with the current values once the reads issued before
+        the *last* update's announcement have ended; nothing waits for later reads. `speculative`: no announcement is
+        needed, the block stays as it is for readers. AssertionError if it has no shadow slot. What is loaded while
+        somebody edits the block may be of before and after: drop that speculation. Before the block's next update or
+        speculation, wait for the works of the dropped one.
         """
-        home, order = self._open_block(block_index)
-        drained = order.drained()
-        arrays, reads = home.load(chunk, buffer)
-        if home.params is not None or home.state:
-            reads.append(drained)
+        slots, order = self._open_block(block_index)
+        where = order.update_slots(speculative)
+        source, target = slots[where.source], slots[where.target]
+        arrays, reads = target.load(chunk, buffer, source)
+        if target.params is not None or target.state:
+            reads.append(where.drained if target is source else where.drained.then(
+                lambda _: Work.of_future(self._shadow_copier.submit(target.copy_host_arrays, chunk, source))))
         return Work.all_of(reads, value=arrays)
 
-    def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays) -> Work:
+    def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays, speculative: bool = False) -> Work:
         """Writes back what `load_chunk` gave, changed in place. Does not block; the buffer is free when it is done.
 
-        What lies in host RAM is saved already. Writes start when the reads issued before the announcement have ended.
+        What lies in host RAM is saved already. Writes start when the reads issued before the announcement have ended;
+        with a shadow slot, which they go to, those before the announcement of the update before.
         """
-        home, order = self._open_block(block_index)
-        return order.drained().then(lambda _: home.save(chunk, arrays))
+        slots, order = self._open_block(block_index)
+        where = order.update_slots(speculative)
+        return where.drained.then(lambda _: slots[where.target].save(chunk, arrays))
 
     # Single elements, for look-ups, edits and checkpoints
 
@@ -156,10 +187,10 @@ class BlockStore:
         also for an update under way: never call it from the thread that is to publish that. ValueError for what the
         block does not have, StepError if its last update failed.
         """
-        home, order = self._open_block(block_index)
-        _check(home.block, kind, out, home.array_dtype(kind), start)
-        with order.reading(), self._staged() as buffer:
-            home.read_range(kind, start, out, buffer)
+        slots, order = self._open_block(block_index)
+        _check(slots[0].block, kind, out, slots[0].array_dtype(kind), start)
+        with order.reading() as slot, self._staged() as buffer:
+            slots[slot].read_range(kind, start, out, buffer)
 
     @torch.no_grad()
     def write_array(self, block_index: int, kind: str, start: int, values: Tensor) -> None:
@@ -168,14 +199,15 @@ class BlockStore:
         The other kinds stay as they are: a 16-bit "param" edited alone leaves its "master" with the old value. If
         the disk fails the block is failed, as by `fail`, until `write_initial` or the next announced update.
         """
-        home, order = self._open_block(block_index)
-        _check(home.block, kind, values, home.array_dtype(kind), start)
-        with order.editing(), self._staged() as buffer:
-            home.write_range(kind, start, values, buffer)
+        slots, order = self._open_block(block_index)
+        _check(slots[0].block, kind, values, slots[0].array_dtype(kind), start)
+        with order.editing() as slot, self._staged() as buffer:
+            slots[slot].write_range(kind, start, values, buffer)
 
     def array_view(self, block_index: int, kind: str, start: int, numel: int) -> Tensor | None:
         """The host tensor itself, (numel,) of the array's dtype; None when it lies on SSD. As `params_view`."""
-        array = self._open_block(block_index)[0].host_array(kind)
+        slots, order = self._open_block(block_index)
+        array = slots[order.current_slot()].host_array(kind)
         return None if array is None else array[start:start + numel]
 
     # The whole
@@ -211,6 +243,7 @@ class BlockStore:
         for order in self._orders:
             order.abandon(_closed_error())
         self._copier.shutdown(wait=True)
+        self._shadow_copier.shutdown(wait=True)
         for home in self._homes:
             home.close()
         if self._staging is not None:
@@ -218,10 +251,10 @@ class BlockStore:
         for run_dir in self._run_dirs:
             shutil.rmtree(run_dir, ignore_errors=True)
 
-    def _open_block(self, block_index: int) -> tuple[BlockHome, BlockOrder]:
+    def _open_block(self, block_index: int) -> tuple[list[BlockHome], BlockOrder]:
         if self._closed:
             raise _closed_error()
-        return self._homes[block_index], self._orders[block_index]
+        return self._slots[block_index], self._orders[block_index]
 
     @contextmanager
     def _staged(self) -> Iterator[Tensor | None]:

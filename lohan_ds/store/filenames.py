@@ -2,6 +2,9 @@
 
     <ssd_path>/lohan-<pid>-<token>/block-0007.params
                                    block-0007.state
+    with shadow slots, of trained blocks:
+                                   block-0007.params.0  block-0007.params.1
+                                   block-0007.state.0   block-0007.state.1
 """
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ def run_dir_name(pid: int, token: str) -> str:
     return f"lohan-{pid}-{token}"
 
 
-def block_file_name(block_index: int, kind: str) -> str:
-    """Of the file with one directory's chunks of a block; `kind` is "params" or "state"."""
+def block_file_name(block_index: int, kind: str, slot: int | None = None) -> str:
+    """Of the file with one directory's chunks of a block; `kind` is "params" or "state"; `slot` None: the only one."""
     if kind not in KINDS:
         raise AssertionError(f"no file kind {kind!r}")
-    return f"block-{block_index:04d}.{kind}"
+    return f"block-{block_index:04d}.{kind}" + ("" if slot is None else f".{slot}")

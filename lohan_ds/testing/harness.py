@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import lohan_ds  # noqa: F401 - attaches to deepspeed
+from lohan_ds.step_protocol import Stage
 from lohan_ds.testing.twin import State
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -62,10 +64,27 @@ def engine_for(model: nn.Module, config: dict, optimizer: Any = None, lr_schedul
         engine.destroy()
 
 
+def finish_speculation(engine: Any, timeout_s: float = 30.0) -> list[Stage]:
+    """Waits until the engine has updated all the blocks that it may update before step(): their stages.
+
+    StepError when background work failed, TimeoutError when it takes too long.
+    """
+    gradients, deadline = engine.offload.gradients, time.monotonic() + timeout_s
+    gradients.wait_collected()
+    while True:
+        gradients.updater.check()
+        stages = gradients.updater.stages()
+        if not {Stage.READY, Stage.SPECULATING, Stage.DROPPED}.intersection(stages):
+            return stages
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"speculation still under way: {stages}")
+        time.sleep(0.001)
+
+
 def engine_state(engine: Any) -> State:
     """Everything an engine holds of its parameters, as `Twin.state` gives it."""
     offload, optimizer = engine.offload, engine.optimizer
-    offload.gradients.drain()
+    offload.gradients.updater.drain()
     offload.streamer.release_all()
     state: State = {}
     for block in offload.blocks:

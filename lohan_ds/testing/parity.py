@@ -2,7 +2,8 @@
 
 `lohan verify` and the tests are lists of `Case`s. A case is one plan of the engine and one kind of training; the twin
 knows nothing of the plan, so cases that differ only in it share one twin run. The twin runs first and on its own: the
-engine then trains without pauses in which a late update could catch up.
+engine then trains without pauses in which a late update could catch up. (One is meant: in two of four steps of
+an `eager` case the engine waits before step() until speculation has come as far as it can, so that it always happens.)
 """
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from lohan_ds.errors import ConfigError
-from lohan_ds.grad_norm import clip_coefficient
-from lohan_ds.testing.harness import DTYPES, ds_config, engine_for, engine_state, init_one_rank
+from lohan_ds.grad_norm import clip_coefficient, global_norm, sum_of_squares
+from lohan_ds.model_blocks import split_into_blocks
+from lohan_ds.testing.harness import DTYPES, ds_config, engine_for, engine_state, finish_speculation, init_one_rank
 from lohan_ds.testing.models import OddModel, lm_batch, loss_of, tiny_gpt2, tiny_llama, vocab_of
 from lohan_ds.testing.twin import State, Twin, diff_bits
 
@@ -29,14 +31,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd": OddModel,
 }
 TIERS = {"host": ("host", "host"), "ssd": ("ssd", "ssd"), "mixed": ("host", "ssd")}   # of parameters, of state
-CLIPS = {"off": 0.0, "never": 1e6, "always": 1e-3}
+UPDATES = ("serial", "deferred", "eager")
+# "last": every step clips, but the limit is passed only by the block whose gradients come last. "alternating": every
+# second step does, the first one too. Both have another limit at every step, found from the twin's gradients.
+CLIPS = ("off", "never", "always", "last", "alternating")
+FIXED_LIMITS = {"off": 0.0, "never": 1e6, "always": 1e-3}
 CHUNK_BYTES = 24 * 1024     # the smallest: even the tiny models' blocks have several chunks
 LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run to compare. `clip` says how often the limit is reached: its value is in `CLIPS`."""
+    """One run to compare. `clip`, one of `CLIPS`, says how often the limit on the norm is reached, and when."""
     model: str
     tier: str
     update: str
@@ -52,12 +58,15 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """`num_clipped_steps` is of the engine. `first_difference` is None when all bits are the same."""
+    """`num_clipped_steps` is of the engine. `first_difference` is None when all bits are the same and the run did what
+    its case says. `num_kept` and `num_dropped`: of the block updates that the engine made in backward."""
     case: Case
     same: bool
     first_difference: str | None
     seconds: float
     num_clipped_steps: int
+    num_kept: int = 0
+    num_dropped: int = 0
 
 
 class Run(NamedTuple):
@@ -65,6 +74,9 @@ class Run(NamedTuple):
     losses: list[float]             # of every micro-step
     norms: list[float]              # of every step, before clipping
     states: dict[int, State]        # by steps done: after the first (where asked for) and after the last
+    limits: list[float] = []        # of every step, on the norm; of the twin only
+    num_kept: int = 0               # of block updates made in backward
+    num_dropped: int = 0
 
 
 def full_matrix(steps: int = 10, tiers: Sequence[str] = tuple(TIERS), models: Sequence[str] = tuple(MODELS),
@@ -73,7 +85,7 @@ def full_matrix(steps: int = 10, tiers: Sequence[str] = tuple(TIERS), models: Se
     """Every combination; those that share a twin run are neighbours."""
     return [Case(model, tier, update, clip, accumulation, dtype, steps)
             for model, dtype, clip, accumulation, tier, update in product(
-                models, dtypes, clips, accumulations, tiers, ("serial", "deferred"))]
+                models, dtypes, clips, accumulations, tiers, UPDATES)]
 
 
 def quick_matrix(steps: int = 5, **values: Any) -> list[Case]:
@@ -135,10 +147,12 @@ def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Calla
         if key != twin_key:
             expected = None   # frees the last one first
             twin_key, expected = key, _train_twin(case, make(), look_early, flip_bit)
-        got = _train_engine(case, make(), ssd_paths, chunk_bytes, tuple(expected.states))
-        num_clipped = sum(clip_coefficient(norm, CLIPS[case.clip]) != 1.0 for norm in got.norms)
-        difference = first_difference(got, expected, case.accumulation) or _wrong_clipping(case, num_clipped)
-        yield CaseResult(case, difference is None, difference, time.perf_counter() - start_s, num_clipped)
+        got = _train_engine(case, make(), ssd_paths, chunk_bytes, expected.limits, tuple(expected.states))
+        num_clipped = sum(clip_coefficient(norm, limit) != 1.0 for norm, limit in zip(got.norms, expected.limits))
+        difference = (first_difference(got, expected, case.accumulation) or _wrong_clipping(case, num_clipped)
+                      or _wrong_speculation(case, got))
+        yield CaseResult(case, difference is None, difference, time.perf_counter() - start_s, num_clipped,
+                         got.num_kept, got.num_dropped)
 
 
 def first_difference(got: Run, expected: Run, accumulation: int) -> str | None:
@@ -159,20 +173,35 @@ def first_difference(got: Run, expected: Run, accumulation: int) -> str | None:
 
 def _wrong_clipping(case: Case, num_clipped: int) -> str | None:
     """A case whose limit was not reached as its name says shows nothing."""
-    wanted = case.steps if case.clip == "always" else 0
+    wanted = {"always": case.steps, "last": case.steps, "alternating": (case.steps + 1) // 2}.get(case.clip, 0)
     return None if num_clipped == wanted else f"{num_clipped} of {case.steps} steps were clipped, {wanted} expected"
+
+
+def _wrong_speculation(case: Case, got: Run) -> str | None:
+    """Nor does an `eager` case that did not speculate, or kept what it had to drop."""
+    told = f"{got.num_kept} block updates made in backward were kept and {got.num_dropped} dropped"
+    if case.update != "eager":
+        return f"{told}, none may be made" if got.num_kept or got.num_dropped else None
+    may_keep = case.clip in ("off", "never", "alternating") and (case.clip != "alternating" or case.steps > 1)
+    if may_keep != bool(got.num_kept):
+        return f"{told}, {'some' if may_keep else 'none'} should have been kept"
+    if case.clip == "last" and not got.num_dropped:
+        return f"{told}, some should have been dropped"
+    return None
 
 
 def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) -> Run:
     model.train()
     if flip_bit:
         _flip_lowest_bit(next(model.parameters()), DTYPES[case.dtype])
-    twin = Twin(model, _two_groups, DTYPES[case.dtype], CLIPS[case.clip], case.accumulation, lr=LEARNING_RATE)
+    twin = Twin(model, _two_groups, DTYPES[case.dtype], accumulation=case.accumulation, lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, _lr_factor)
-    run = Run([], [], {})
+    run = Run([], [], {}, [])
     torch.manual_seed(0)
     for step in range(1, case.steps + 1):
         run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step))
+        twin.clip = _limit(case, twin, step)
+        run.limits.append(twin.clip)
         run.norms.append(twin.step()[0])
         scheduler.step()
         if step == case.steps or (step == 1 and look_early):
@@ -181,31 +210,54 @@ def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) 
     return run
 
 
+def _limit(case: Case, twin: Twin, step: int) -> float:
+    """Of a step whose gradients the twin holds, for the norm to be above or below as the case wants it."""
+    if case.clip in FIXED_LIMITS:
+        return FIXED_LIMITS[case.clip]
+    norm = global_norm(part for grad in twin.main_grads.values() for part in sum_of_squares(grad.flatten()))
+    if case.clip == "alternating":
+        return norm / 2 if step % 2 else norm * 2
+    return (norm_before_last(twin) + norm) / 2
+
+
+def norm_before_last(twin: Twin) -> float:
+    """Of the gradients the twin holds, but for the block whose gradients came last."""
+    blocks = split_into_blocks(twin.model, lambda param: 0 if param.requires_grad else None, chunk_numel=2048).blocks
+    names = [{slot.name for slot in block.slots} for block in blocks]
+    last = next(block for block in names if list(twin.main_grads)[-1] in block)
+    return global_norm(part for name, grad in twin.main_grads.items() if name not in last
+                       for part in sum_of_squares(grad.flatten()))
+
+
 def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_bytes: int | None,
-                  look_after: Sequence[int]) -> Run:
-    """look_after: the steps after which to take the state, which makes updates in flight end."""
+                  limits: Sequence[float], look_after: Sequence[int]) -> Run:
+    """limits: of every step. look_after: the steps after which to take the state, which makes updates in flight end."""
     model.train()
     param_tier, optimizer_tier = TIERS[case.tier]
     section = {"update": case.update, "param_tier": param_tier, "optimizer_tier": optimizer_tier,
                "chunk_bytes": chunk_bytes or "auto"}
     if "ssd" in (param_tier, optimizer_tier):
         section["ssd_paths"] = list(ssd_paths)
-    config = ds_config(section, dtype=case.dtype, clip=CLIPS[case.clip], accumulation=case.accumulation)
+    config = ds_config(section, dtype=case.dtype, clip=limits[0], accumulation=case.accumulation)
     optimizer = torch.optim.AdamW(_two_groups(model), lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor)
     run = Run([], [], {})
     with engine_for(model, config, optimizer, scheduler) as engine:
         torch.manual_seed(0)
         for step in range(1, case.steps + 1):
+            engine.optimizer.clip_grad = limits[step - 1]
             for batch in _batches(case, model, step):
                 loss = loss_of(engine, batch)
                 engine.backward(loss)
+                if case.update == "eager" and step % 4 in (1, 2):
+                    finish_speculation(engine)
                 engine.step()
                 run.losses.append(loss.item())
             run.norms.append(engine.get_global_grad_norm())
             if step in look_after:
                 run.states[step] = engine_state(engine)
-    return run
+        stats = engine.lohan_stats()
+    return run._replace(num_kept=stats["updates_speculated"], num_dropped=stats["updates_dropped"])
 
 
 def _batches(case: Case, model: nn.Module, step: int) -> Iterator[dict]:

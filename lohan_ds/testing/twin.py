@@ -58,12 +58,17 @@ class Twin:
         self._exp_avg = {n: torch.zeros_like(m) for n, m in self._master.items()}      # fp32
         self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._master.items()}   # fp32
         self._steps = dict.fromkeys(self._trained, 0)
-        self._main_grad: dict[str, Tensor] = {}                                        # fp32, of the step so far
+        self._main_grad: dict[str, Tensor] = {}          # fp32, of the step so far, in the order they first came
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulate_as(n)) for n, p in self._trained.items()]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
+
+    @property
+    def main_grads(self) -> dict[str, Tensor]:
+        """By name, of the step so far, in the order in which they first came; fp32, not to be changed."""
+        return self._main_grad
 
     def micro_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] = loss_of) -> float:
         """Forward and backward of one micro-batch; returns the loss as `loss_fn` gave it."""

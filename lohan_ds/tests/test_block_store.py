@@ -20,9 +20,11 @@ from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import BlockFiles
 from lohan_ds.store.block_home import TORCH_DTYPE
+from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.block_store import BlockStore, required_ssd_bytes
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
+from lohan_ds.work import Work
 
 SIZES = [1, 7, 33, 257, 4097]
 TIERS = ["host", "ssd"]
@@ -33,16 +35,17 @@ def _block(index, dtype, sizes, chunk_numel=2048, trainable=True):
     return make_block(index, f"layer{index}", dtype, params, chunk_numel)
 
 
-def _plan(param_tiers, state_tiers, chunk_numel=2048):
-    return OffloadPlan(tuple(param_tiers), tuple(state_tiers), "serial", 1, chunk_numel, 3, False)
+def _plan(param_tiers, state_tiers, chunk_numel=2048, shadow=False):
+    return OffloadPlan(tuple(param_tiers), tuple(state_tiers), "serial", 1, chunk_numel, 3, False, shadow=shadow)
 
 
 @contextlib.contextmanager
-def _store(tmp_path, blocks, param_tier="ssd", state_tier="ssd", num_dirs=1, io=None):
+def _store(tmp_path, blocks, param_tier="ssd", state_tier="ssd", num_dirs=1, io=None,
+           shadow=False):
     pool = PinnedPool(MemoryBudget("host", 1 << 30), pin=False)
     io = io or ThreadSsdIo(2)
     run_dirs = [str(tmp_path / f"drive{index}" / "run") for index in range(num_dirs)]
-    plan = _plan([param_tier] * len(blocks), [state_tier] * len(blocks))
+    plan = _plan([param_tier] * len(blocks), [state_tier] * len(blocks), shadow=shadow)
     store = BlockStore(blocks, plan, pool, io, run_dirs)
     store.pool, store.run_dirs = pool, run_dirs                               # for the tests
     store.scratch = PinnedPool(MemoryBudget("buffers of the test", 1 << 30), pin=False)
@@ -88,14 +91,20 @@ def _bump(arrays):
 def _update(store, block, announced=False, change=_bump):
     if not announced:
         store.announce_update(block.index)
+    _change_chunks(store, block, change)
+    store.publish(block.index)
+
+
+def _change_chunks(store, block, change=_bump, speculative=False, num_chunks=None):
     buffer = store.scratch.alloc(store.chunk_buffer_bytes, "chunk buffer")
-    for chunk in block.chunks:
-        arrays = store.load_chunk(block.index, chunk, buffer).wait()
+    for chunk in block.chunks[:num_chunks]:
+        arrays = store.load_chunk(block.index, chunk, buffer, speculative=speculative).wait()
+        if arrays.params is not None:
+            arrays.params.fill_(float("nan"))  # is not read
         change(arrays)
-        store.save_chunk(block.index, chunk, arrays).wait()
+        store.save_chunk(block.index, chunk, arrays, speculative=speculative).wait()
         buffer.fill_(0xFF)
     store.scratch.free(buffer)
-    store.publish(block.index)
 
 
 def _expected_after(values, num_updates):
@@ -432,3 +441,328 @@ def test_misuse_is_refused(tmp_path):
         store.publish(0)
     with pytest.raises(ValueError, match="no directory"):
         BlockStore(blocks, _plan(["ssd"] * 2, ["ssd"] * 2), store.pool, None, [])
+
+
+# Shadow slots
+
+
+def _accept(store, block):
+    """Makes what was speculated the block's values."""
+    store.announce_update(block.index)
+    store.publish(block.index)
+
+
+SHADOW_CASES = pytest.mark.parametrize(
+    "dtype,param_tier,state_tier", [(d, p, s) for d in ("bfloat16", "float32") for p in TIERS for s in TIERS])
+
+
+@SHADOW_CASES
+@pytest.mark.parametrize("num_dirs", [1, 3])
+def test_speculations_are_published_or_leave_no_trace(tmp_path, dtype, param_tier, state_tier, num_dirs):
+    blocks = [_block(0, dtype, SIZES), _block(1, dtype, [4096 * 5 + 1], 4096), _block(2, dtype, SIZES, trainable=False)]
+
+    with _store(tmp_path, blocks, param_tier, state_tier, num_dirs, shadow=True) as store:
+        assert [store.has_shadow(block.index) for block in blocks] == [True, True, False]
+        for block in blocks:
+            store.write_initial(block.index, _values(block, block.index))
+        generator = random.Random(3)
+        counts = [0, 0]
+        for way in ["update", "accept", "accept", "drop", "update", "drop", "accept", "drop half", "accept", "fail",
+                    "drop", "drop half", "update", "update", "finish", "drop", "finish"]:
+            for block in generator.sample(blocks[:2], 2):
+                if way == "update":
+                    _update(store, block)
+                elif way == "accept":
+                    _change_chunks(store, block, speculative=True)
+                    _check_all(store, block, _values(block, block.index), counts[block.index])
+                    _accept(store, block)
+                elif way == "finish":  # what a speculation has not come to follows once the update is announced
+                    _change_chunks(store, block, speculative=True, num_chunks=1)
+                    store.announce_update(block.index)
+                    _change_chunks(store, block)
+                    store.publish(block.index)
+                elif way == "fail":
+                    store.announce_update(block.index)
+                    _change_chunks(store, block, _nonsense, num_chunks=2)
+                    store.fail(block.index, OSError(errno.EIO, "broken drive"))
+                    with pytest.raises(StepError):
+                        _read(store, block)
+                    _update(store, block)
+                else:
+                    _change_chunks(store, block, _nonsense, speculative=True,
+                                   num_chunks=1 if way == "drop half" else None)
+                counts[block.index] += not way.startswith("drop")
+                _check_all(store, block, _values(block, block.index), counts[block.index])
+                view = store.params_view(block.index)
+                assert view is None or torch.equal(view, _read(store, block))
+        _check_all(store, blocks[2], _values(blocks[2], 2), 0)
+        for block in blocks[:2]:  # the slot that is current by now is the one that is replaced
+            store.write_initial(block.index, _values(block, 7))
+            _check_all(store, block, _values(block, 7), 0)
+            _update(store, block)
+            _check_all(store, block, _values(block, 7), 1)
+
+
+def _nonsense(arrays):
+    for array in arrays:
+        if array is not None:
+            array.fill_(-77)
+
+
+@SHADOW_CASES
+def test_edits_after_a_dropped_speculation(tmp_path, dtype, param_tier, state_tier):
+    block = _block(0, dtype, [4096 * 3 + 5], chunk_numel=4096)
+    with _store(tmp_path, [block], param_tier, state_tier, num_dirs=3, shadow=True) as store:
+        store.write_initial(0, _values(block))
+        for _ in range(3):
+            mirror = {kind: _array(store, block, kind) for kind in ("param", *STATE_KINDS)}
+            _change_chunks(store, block, _nonsense, speculative=True)
+            for kind in ("param", *STATE_KINDS):
+                array = mirror[kind] if dtype != "float32" or kind != "master" else mirror["param"]
+                edit = torch.randn(5000).to(array.dtype)
+                store.write_array(0, kind, 4001, edit)
+                array[4001:9001] = edit
+                assert torch.equal(_array(store, block, kind), array)
+            for kind in STATE_KINDS[1:]:
+                assert torch.equal(_array(store, block, kind), mirror[kind])
+            assert torch.equal(_read(store, block), mirror["param"])
+            master = (mirror["param"] if dtype == "float32" else mirror["master"]).clone()
+            _update(store, block)  # from the edited values
+            exp_avg = mirror["exp_avg"] * 2 + 1
+            exp_avg_sq = mirror["exp_avg_sq"] * 3 + exp_avg
+            assert torch.equal(_array(store, block, "exp_avg"), exp_avg)
+            assert torch.equal(_array(store, block, "exp_avg_sq"), exp_avg_sq)
+            assert torch.equal(_array(store, block, "master"), master + exp_avg_sq)
+            assert torch.equal(_read(store, block), (master + exp_avg_sq).to(mirror["param"].dtype))
+
+
+def test_a_speculation_waits_for_no_edit(tmp_path):
+    """An edit that is under way, in the training thread, must not be waited for; what is loaded may be a mixture."""
+    block = _block(0, "bfloat16", [4096])
+    for tier in TIERS:
+        with _store(tmp_path, [block], tier, tier, shadow=True) as store:
+            store.write_initial(0, _values(block))
+            with store._orders[0].editing():
+                _change_chunks(store, block, _nonsense, speculative=True)
+            _check_all(store, block, _values(block), 0)
+            _update(store, block)
+            _check_all(store, block, _values(block), 1)
+
+
+class _HeldIo(ThreadSsdIo):
+    """The next `num_held` reads stop half-way until `go` is set; `reached` once for each that has come so far."""
+
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self.num_held = 0
+        self.reached, self.go = threading.Semaphore(0), threading.Event()
+
+    def _pread(self, fd, view, offset):
+        with self._lock:
+            held = self.num_held > 0
+            self.num_held -= held
+        if not held:
+            return super()._pread(fd, view, offset)
+        half = len(view) // 2
+        moved = super()._pread(fd, view[:half], offset)
+        self.reached.release()
+        assert self.go.wait(20)
+        return moved + super()._pread(fd, view[half:], offset + half)
+
+
+@SHADOW_CASES
+@pytest.mark.parametrize("num_dirs", [1, 3])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_slow_read_of_the_old_slot_is_not_torn(tmp_path, monkeypatch, dtype, param_tier, state_tier, num_dirs,
+                                                 speculate):
+    """It is overtaken by the update announced after it; the next update, which writes its slot, waits."""
+    block = _block(0, dtype, [3 * 8192], chunk_numel=8192)
+    io = _HeldIo(6)
+
+    def slow_copy(source, out):
+        half = out.numel() // 2
+        out[half:].copy_(source[half:])
+        io.reached.release()
+        assert io.go.wait(20)
+        out[:half].copy_(source[:half])  # what an update would load first
+        return out
+
+    values = _values(block)
+    with _store(tmp_path, [block], param_tier, state_tier, num_dirs, io=io, shadow=True) as store:
+        store.write_initial(0, values)
+        out = store.scratch.alloc(block.param_bytes, "out").view(values.dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr("lohan_ds.store.block_store._copy", slow_copy)
+            num_reads = io.num_held = len(block.chunks) if param_tier == "ssd" else 0
+            slow = store.read_params(0, out)
+            for _ in range(num_reads or 1):
+                assert io.reached.acquire(timeout=20)
+        if speculate:
+            _change_chunks(store, block, speculative=True)
+            _accept(store, block)
+        else:
+            _update(store, block)                                       # nobody waits for the slow read
+        expected = _expected_after(values, 1)
+        assert torch.equal(_array(store, block, "param"), expected["param"])
+        assert not slow.done()
+        written = store.bytes_written
+        second = threading.Thread(target=_change_chunks, args=(store, block), kwargs={"speculative": speculate})
+        if not speculate:
+            store.announce_update(0)
+        second.start()
+        time.sleep(0.1)
+        assert second.is_alive() and store.bytes_written == written
+        assert not slow.done()
+        io.go.set()
+        second.join()
+        assert torch.equal(slow.wait(), values)
+        _accept(store, block) if speculate else store.publish(0)
+        _check_all(store, block, values, 2)
+
+
+@SHADOW_CASES
+@pytest.mark.parametrize("seed", range(2))
+def test_reads_see_exactly_the_updates_announced_before_them_with_speculations(tmp_path, monkeypatch, dtype, param_tier,
+                                                                               state_tier, seed):
+    """As the test of that name without: readers race with updates, accepted and dropped speculations."""
+    block = _block(0, dtype, [6 * 2048])
+    io = FaultyIo(4, seed=seed, max_delay_s=0.003, short_transfers=True)
+    delays = random.Random(seed)
+    torch_dtype = TORCH_DTYPE[dtype]
+
+    def slow_copy(source, out):
+        for first in range(0, out.numel(), 2048):
+            time.sleep(delays.uniform(0, 0.001))
+            out[first:first + 2048].copy_(source[first:first + 2048])
+        return out
+
+    def step(arrays):  # params count the updates
+        arrays.master.add_(1)
+        if arrays.params is not None:
+            arrays.params.copy_(arrays.master)
+
+    monkeypatch.setattr("lohan_ds.store.block_store._copy", slow_copy)
+    with _store(tmp_path, [block], param_tier, state_tier, num_dirs=3, io=io, shadow=True) as store:
+        store.write_initial(0, torch.zeros(block.numel, dtype=torch_dtype))
+        pending = []
+
+        def read_some(count):
+            for _ in range(delays.randrange(4)):
+                out = store.scratch.alloc(block.param_bytes, "out").view(torch_dtype)
+                pending.append((count, store.read_params(0, out)))
+                time.sleep(delays.uniform(0, 0.002))
+
+        def in_background(count, *args, **kwargs):
+            worker = threading.Thread(target=_change_chunks, args=(store, block, *args), kwargs=kwargs)
+            worker.start()
+            read_some(count)
+            worker.join()
+
+        for count in range(10):
+            read_some(count)
+            if delays.random() < 0.4:
+                in_background(count, _nonsense, speculative=True, num_chunks=delays.choice([1, 3, None]))
+            if delays.random() < 0.5:
+                in_background(count, step, speculative=True)
+                store.announce_update(0)
+            else:
+                store.announce_update(0)
+                read_some(count + 1)
+                in_background(count + 1, step)
+            store.publish(0)
+        for count, work in pending:
+            assert torch.equal(work.wait(), torch.full((block.numel,), count, dtype=torch_dtype))
+
+
+def test_a_read_is_of_the_slot_it_was_issued_for():
+    """Also when the next update is published before its turn to start has come."""
+    order = BlockOrder("block 0", num_slots=2)
+    order.announce()
+    slots = []
+
+    def first(slot):
+        slots.append(slot)
+        order.announce()
+        order.publish()
+        return Work.completed()
+
+    order.read(first)
+    order.read(lambda slot: Work.completed(slots.append(slot)))
+    order.publish()
+    assert slots == [1, 1] and order.current_slot() == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_failed_update_with_shadow_has_damaged_nothing(tmp_path, tier):
+    block = _block(0, "bfloat16", [4 * 2048])
+    with _store(tmp_path, [block], tier, tier, shadow=True) as store:
+        store.write_initial(0, _values(block))
+        _update(store, block)
+        store.announce_update(0)
+        waiting = store.read_params(0, store.scratch.alloc(block.param_bytes, "x").view(torch.bfloat16))
+        _change_chunks(store, block, _nonsense, num_chunks=3)
+        store.fail(0, OSError(errno.EIO, "broken drive"))
+        with pytest.raises(StepError, match="broken drive"):
+            waiting.wait()
+        with pytest.raises(StepError, match="broken drive"):
+            store.write_array(0, "exp_avg", 0, torch.ones(1))
+        _update(store, block)
+        _check_all(store, block, _values(block), 2)
+
+
+def test_sizes_and_traffic_with_shadow(tmp_path):
+    blocks = [_block(0, "bfloat16", [50000], 16384), _block(1, "float32", [3000]),
+              _block(2, "float16", [3000], trainable=False)]
+    trained = sum(block.param_bytes + block.state_bytes for block in blocks[:2])
+    with _store(tmp_path, blocks, num_dirs=3, shadow=True) as store:
+        names = [os.path.join(run_dir, name) for run_dir in store.run_dirs for name in os.listdir(run_dir)]
+        assert sum(map(os.path.getsize, names)) == store.ssd_bytes == 2 * trained + blocks[2].param_bytes
+        assert {os.path.basename(name) for name in names} == {
+            *(f"block-000{b}.{kind}.{slot}" for b in (0, 1) for kind in ("params", "state") for slot in (0, 1)),
+            "block-0002.params"}
+        assert store.host_bytes == store.pool.budget.used_bytes == store.chunk_buffer_bytes == 16384 * 14
+        store.write_initial(0, _values(blocks[0]))
+        assert store.bytes_written == blocks[0].param_bytes + blocks[0].state_bytes  # one slot
+        for _ in range(2):
+            before = store.bytes_read, store.bytes_written
+            _update(store, blocks[0])
+            assert store.bytes_read - before[0] == 12 * blocks[0].numel
+            assert store.bytes_written - before[1] == 14 * blocks[0].numel
+    with _store(tmp_path, blocks, "host", "host", num_dirs=0, shadow=True) as store:
+        assert store.ssd_bytes == 0
+        assert store.host_bytes == store.pool.budget.used_bytes == 2 * trained + blocks[2].param_bytes
+    plan = _plan(["host"] * 3, ["ssd"] * 3, shadow=True)
+    assert required_ssd_bytes(blocks, plan) == 2 * sum(block.state_bytes for block in blocks)
+
+
+def test_too_little_disk_counts_both_slots(tmp_path, monkeypatch):
+    blocks = [_block(0, "bfloat16", [100000])]
+    needed = 2 * (blocks[0].param_bytes + blocks[0].state_bytes)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("lohan_ds.store.block_files.shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
+    pool, io = PinnedPool(MemoryBudget("host", 1 << 30), pin=False), ThreadSsdIo(1)
+    with pytest.raises(CapacityError, match=rf"needed {needed} bytes"):
+        BlockStore(blocks, _plan(["ssd"], ["ssd"], shadow=True), pool, io, [str(tmp_path / "run")])
+    io.close()
+
+
+@pytest.mark.parametrize("shadow,trainable", [(False, True), (True, False)])
+def test_speculation_needs_a_shadow_slot(tmp_path, shadow, trainable):
+    block = _block(0, "bfloat16", [4096], trainable=trainable)
+    with _store(tmp_path, [block], shadow=shadow) as store:
+        store.write_initial(0, _values(block))
+        assert not store.has_shadow(0)
+        with pytest.raises(AssertionError, match="layer0.*without shadow"):
+            store.load_chunk(0, block.chunks[0], None, speculative=True)
+        with pytest.raises(AssertionError, match="layer0.*without shadow"):
+            store.save_chunk(0, block.chunks[0], None, speculative=True)
+        _check_all(store, block, _values(block), 0)
+
+
+def test_an_update_with_shadow_needs_an_announcement_all_the_same(tmp_path):
+    block = _block(0, "bfloat16", [4096])
+    with _store(tmp_path, [block], "host", "host", shadow=True) as store:
+        with pytest.raises(StepError, match="no update is announced"):
+            store.load_chunk(0, block.chunks[0], None)
+        with pytest.raises(AssertionError):
+            store.publish(0)

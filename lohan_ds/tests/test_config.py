@@ -84,8 +84,8 @@ def test_frozen_and_strict_when_built_directly():
 
 def test_with_defaults():
     config = LohanConfig(prefetch_depth=0).with_defaults()
-    assert (config.update, config.prefetch_depth, config.chunk_bytes, config.ssd_threads) == ("deferred", 0, 2**24, 4)
-    assert config.host_memory is None and config.param_tier is None
+    assert (config.prefetch_depth, config.chunk_bytes, config.ssd_threads) == (0, 2**24, 4)
+    assert config.host_memory is None and config.param_tier is None and config.update is None
     assert LohanConfig(**AUTOMATIC) == LohanConfig().with_defaults()
 
 
@@ -104,13 +104,21 @@ def test_unknown_key_far_from_all_lists_all():
     ("prefetch_depth", -1), ("prefetch_depth", 1.5), ("prefetch_depth", True), ("prefetch_depth", "two"),
     ("ssd_threads", 0), ("ssd_threads", []), ("update", "lazy"), ("param_tier", "nvme"), ("optimizer_tier", "cpu"),
     ("enabled", "maybe"), ("ssd_paths", 3), ("ssd_paths", [3]), ("ssd_paths", ""), ("ssd_paths", {"a": 1}),
-    ("chunk_bytes", 24 * 1024 - 1), ("host_memory", 24), ("update", "eager")])
+    ("chunk_bytes", 24 * 1024 - 1), ("host_memory", 24), ("update", True)])
 def test_bad_values_name_the_key(key, value):
     assert refusal(ds_config(**{key: value})).startswith(f"lohan.{key}")
 
 
-def test_eager_is_not_there_yet():
-    assert "not there yet" in refusal(ds_config(update="eager"))
+@pytest.mark.parametrize("update", ["eager", "deferred", "serial"])
+def test_update_modes(update):
+    config = ds_config(update=update)
+    assert parse(config).update == parse(config).with_defaults().update == update
+    assert effective_ds_config(config)["lohan"] == {"enabled": True, "update": update}
+
+
+def test_an_unknown_update_mode_names_the_right_ones():
+    assert refusal(ds_config(update="lazy")) == (
+        "lohan.update: input should be 'eager', 'deferred' or 'serial', got 'lazy'")
 
 
 # ---- sizes (D09)

@@ -14,7 +14,7 @@ LAYERS = {
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
         "process_end"},
     4: {"runtime"},
-    3: {"store", "memory", "adam", "grad_norm", "step_protocol"},
+    3: {"store", "memory", "adam", "grad_norm", "step_protocol", "updater"},
     2: {"planner"},
     1: {"plan", "profile", "block", "config", "config_checks", "errors", "work"},
     0: {"ops"},

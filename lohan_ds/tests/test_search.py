@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from lohan_ds.block import chunk_numel_for
 from lohan_ds.errors import CapacityError
-from lohan_ds.planner.memory_model import NOT_INCLUDED, missing_bytes, needs
+from lohan_ds.planner.memory_model import NOT_INCLUDED, missing_bytes, needs, total_bytes
 from lohan_ds.planner.search import PlanRequest, apply_changes, cheapest_change, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.tests.test_memory_model import build_model, specs
 
-AUTO = PlanRequest(None, None, "deferred", None, None, 1)
+AUTO = PlanRequest(None, None, None, None, None, 1)
 HUGE = 10**12
 MODEL_50MB = build_model([(1000, "bfloat16", True)] * 12)  # 24.6 M parameters, 49 MB; 295 MB of optimizer state
 RAM = "available RAM under the cgroup limit"
@@ -35,8 +35,8 @@ def fits(model: ModelSize, request: PlanRequest, budgets: Budgets) -> bool:
 
 requests = st.builds(
     PlanRequest, st.sampled_from([None, "host", "ssd"]), st.sampled_from([None, "host", "ssd"]),
-    st.sampled_from(["deferred", "serial"]), st.sampled_from([None, 0, 1, 4]), st.sampled_from([None, 24576, 10**5]),
-    st.sampled_from([1, 4]))
+    st.sampled_from([None, "eager", "deferred", "serial"]), st.sampled_from([None, 0, 1, 4]),
+    st.sampled_from([None, 24576, 10**5]), st.sampled_from([1, 4]))
 sizes = st.one_of(st.just(0), st.integers(0, 10**6), st.just(HUGE))
 budgets_any = st.builds(budgets_of, sizes, sizes, sizes, st.booleans(), st.sampled_from(["lohan.host_memory", RAM]),
                         st.sampled_from(["lohan.ssd_space", "free space of lohan.ssd_paths"]))
@@ -55,7 +55,9 @@ def test_a_plan_fits_and_honours_what_was_forced(spec, request, budgets):
     assert request.optimizer_tier in (None, plan.state_tier[0]) and len(set(plan.state_tier)) == 1
     assert request.prefetch_depth in (None, plan.prefetch_depth)
     assert request.chunk_bytes is None or plan.chunk_numel == chunk_numel_for(request.chunk_bytes)
-    assert (plan.update, plan.accumulate_fp32) == (request.update, request.accumulation > 1)
+    assert plan.accumulate_fp32 == (request.accumulation > 1)
+    assert plan.update in ((request.update,) if request.update else ("auto", "deferred"))
+    assert plan.shadow == (plan.update in ("auto", "eager"))
     assert plan.num_chunk_buffers == 3
     assert blocks == tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
 
@@ -67,6 +69,23 @@ def test_more_memory_never_turns_a_fit_into_a_no_fit(spec, request, budgets, tie
     model = build_model(spec)
     more = replace(budgets, **{tier: getattr(budgets, tier) + more_bytes})
     assert fits(model, request, more) or not fits(model, request, budgets)
+
+
+@settings(max_examples=80, deadline=None)
+@given(specs, requests, budgets_any)
+def test_nothing_gives_way_to_automatic_shadow_slots(spec, request, budgets):
+    model = build_model(spec)
+    automatic, deferred = replace(request, update=None), replace(request, update="deferred")
+    assert fits(model, automatic, budgets) == fits(model, deferred, budgets)
+    if not fits(model, deferred, budgets):
+        return
+    without, _ = make_plan(model, deferred, budgets)
+    with_shadow = replace(without, update="auto", shadow=True)
+    items = needs(model, with_shadow, budgets.unified)
+    has_room = not any(missing_bytes(items, budgets).values()) and 2 * total_bytes(items)["host"] <= budgets.host_bytes
+    plan, _ = make_plan(model, automatic, budgets)
+    assert plan == (with_shadow if has_room else without)
+    assert plan == make_plan(model, replace(request, update="auto"), budgets)[0]
 
 
 @settings(max_examples=80, deadline=None)
@@ -114,6 +133,24 @@ def test_automatic_settings_shrink_only_when_no_tier_fits():
     assert tight.chunk_numel < roomy.chunk_numel and blocks[0].chunk_numel == tight.chunk_numel
 
 
+def test_shadow_slots_take_the_room_that_is_left_and_eager_asks_for_it():
+    def decided(update: str | None, host: int, ssd: int) -> tuple:
+        plan, _ = make_plan(MODEL_50MB, replace(AUTO, update=update, chunk_bytes=2**20),
+                            budgets_of(host, ssd=ssd, unified=True))
+        return plan.update, plan.shadow, plan.param_tier[0], plan.state_tier[0]
+
+    assert decided(None, HUGE, 0) == ("auto", True, "host", "host")
+    assert decided(None, 500 * 10**6, HUGE) == ("deferred", False, "host", "host")   # the SSD would have room
+    assert decided("eager", 500 * 10**6, HUGE) == ("eager", True, "host", "ssd")
+    assert decided(None, 150 * 10**6, HUGE) == ("deferred", False, "host", "ssd")
+    assert decided(None, 100 * 10**6, HUGE) == ("deferred", False, "ssd", "ssd")   # no half of the host is left
+    assert make_plan(MODEL_50MB, replace(AUTO, param_tier="ssd", optimizer_tier="ssd"),
+                     budgets_of(500 * 10**6, ssd=HUGE, unified=True))[0].shadow
+    assert decided(None, 100 * 10**6, 500 * 10**6) == ("deferred", False, "ssd", "ssd")
+    for update in ("deferred", "serial"):
+        assert decided(update, HUGE, HUGE) == (update, False, "host", "host")
+
+
 def test_d14_too_little_memory_is_refused_with_a_table_and_a_change():
     with pytest.raises(CapacityError) as error:
         make_plan(MODEL_50MB, AUTO, budgets_of(host=60 * 10**6, unified=True))
@@ -138,13 +175,22 @@ def test_settings_are_named_before_hardware():
     small = replace(tight, host_bytes=80 * 10**6)
     assert list(keys_of(replace(AUTO, chunk_bytes=2**26), small)) == ["lohan.chunk_bytes"]
     assert keys_of(replace(AUTO, prefetch_depth=5), budgets_of(device=21 * 10**6)) == {"lohan.prefetch_depth": 1}
-    assert keys_of(replace(AUTO, accumulation=4), replace(tight, host_bytes=70 * 10**6)) == {
+    eager = replace(AUTO, update="eager")
+    assert keys_of(eager, budgets_of(host=500 * 10**6, host_source=RAM)) == {"lohan.update": "deferred"}
+    assert keys_of(eager, budgets_of(host=500 * 10**6)) == {"lohan.update": "deferred"}
+    assert keys_of(replace(eager, optimizer_tier="host"), replace(tight, host_bytes=500 * 10**6)) == {
+        "lohan.update": "deferred"}   # rather than the SSD
+    assert keys_of(replace(eager, param_tier="host", optimizer_tier="host"), tight) == {
+        "lohan.update": "deferred", "lohan.optimizer_tier": "ssd"}
+    assert keys_of(replace(AUTO, accumulation=4), replace(tight, host_bytes=87 * 10**6)) == {
         "gradient_accumulation_steps": 1}
 
 
 def test_hardware_is_named_with_bytes_an_ssd_before_ram():
     no_ssd = budgets_of(host=150 * 10**6, host_source=RAM)
     assert keys_of(AUTO, no_ssd) == {"lohan.ssd_paths": 12 * 1000 * 2048 * 12}
+    assert keys_of(replace(AUTO, update="eager"), no_ssd) == {  # on the SSD shadow slots would be as much again
+        "lohan.update": "deferred", "lohan.ssd_paths": 12 * 1000 * 2048 * 12}
     assert keys_of(replace(AUTO, optimizer_tier="host", param_tier="host"), no_ssd) == {
         "lohan.optimizer_tier": "ssd", "lohan.ssd_paths": 12 * 1000 * 2048 * 12}
     assert list(keys_of(AUTO, replace(no_ssd, host_bytes=10**6, ssd_bytes=HUGE))) == ["lohan.host_memory"]
@@ -156,9 +202,14 @@ def test_hardware_is_named_with_bytes_an_ssd_before_ram():
     assert RAM in message and "more than there is" in message
 
 
-def test_plan_table_shows_decisions_and_budgets():
+@pytest.mark.parametrize("update, shown", [
+    (None, "update auto, shadow slots yes"), ("eager", "update eager, shadow slots yes"),
+    ("deferred", "update deferred"), ("serial", "update serial")])
+def test_plan_table_shows_decisions_and_budgets(update, shown):
     budgets = budgets_of(ssd=HUGE)
-    plan, _ = make_plan(MODEL_50MB, AUTO, budgets)
+    plan, _ = make_plan(MODEL_50MB, replace(AUTO, update=update), budgets)
     text = plan_table(MODEL_50MB, plan, budgets)
-    assert text.startswith("lohan plan: parameters on host, optimizer state on host, update deferred, prefetch_depth 2")
+    assert text.startswith(
+        f"lohan plan: parameters on host, optimizer state on host, {shown}, prefetch_depth 2 units, chunk_bytes ")
+    assert text.count("shadow slots") == (2 if plan.shadow else 0)   # the headline and the table
     assert "free device memory" in text and text.count("fits") == 3 and text.endswith(NOT_INCLUDED)

@@ -1,0 +1,322 @@
+"""`Updater`: the out-of-core CPU Adam. One thread takes blocks in the order of the step protocol and updates them
+chunk by chunk over the store.
+
+[Note: the update]
+*read c+1 | Adam on c | write c-1*, in a ring of chunk buffers and on across blocks, so host memory is O(chunk), not
+O(block), and the drives do not pause between blocks. In `deferred` mode that goes on while the next forward runs,
+which waits, block by block, for what it needs. In `eager` mode it begins in backward, on blocks with a shadow slot
+(see [Note: the protocol of a step] in step_protocol.py).
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lohan_ds.adam import AdamHyper, adam_update_
+from lohan_ds.block import Block, Chunk
+from lohan_ds.errors import StepError
+from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
+from lohan_ds.step_protocol import Stage, StepProtocol
+from lohan_ds.store.block_store import BlockStore
+from lohan_ds.work import Work
+
+logger = logging.getLogger(__name__)
+_NUM_LOADING = 2   # chunks: the one Adam is about to work on, and the next
+
+
+class Run(NamedTuple):
+    """Neighbouring parameters of a block that are updated alike."""
+    start: int                # elements from the start of the block
+    end: int
+    hyper: AdamHyper
+    step: int                 # of Adam's bias correction, 1 at the first update
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """What one step does to one block. The hyper-parameters are those of the step boundary."""
+    block: Block
+    runs: tuple[Run, ...]
+    grads: Tensor             # (numel,) host, fp32 or the block's dtype; not written before the update is over
+    coefficient: float        # every gradient is multiplied by it; exactly 1.0 when there is nothing to scale
+
+
+@dataclass
+class _Job:
+    """A taken block. Belongs to the updating thread."""
+    update: BlockUpdate
+    speculative: bool
+    saves: list[Work] = field(default_factory=list)
+    num_open: int = 0         # chunks that are loading
+    all_issued: bool = False
+
+
+class _Piece(NamedTuple):
+    job: _Job
+    chunk: Chunk
+    runs: list[Run]
+    buffer: Tensor            # (chunk_buffer_bytes,) uint8
+    load: Work
+
+
+class Updater:
+    """Called from the training thread and from the one that collects gradients; owns the updating thread.
+
+    Under `_condition`: protocol, `_recipes`, `_due`, the counters, `_error`. The rest is fixed, or belongs to the
+    updating thread.
+    """
+
+    def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int):
+        self._store = store
+        self._shadow = [store.has_shadow(block.index) for block in blocks]
+        self._protocol = StepProtocol(self._shadow)
+        self._condition = threading.Condition()
+        self._recipes: dict[int, BlockUpdate] = {}   # of blocks that may be taken
+        self._due: set[int] = set()                  # announced to the store, and not published yet
+        self._num_publishing = 0
+        self._num_writing = 0                        # blocks whose last writes are under way
+        self._error: BaseException | None = None     # the first failure of background work
+        self._stopping = False                       # set once, by any thread
+        self.num_speculated = 0                      # blocks whose speculative update stood, all steps
+        largest = max((c.numel for block in blocks if block.trainable for c in block.chunks), default=0)
+        self._scratch = pool.alloc(max(largest, 1) * 4, "gradient scratch of the update").view(torch.float32)
+        self._ring = BufferRing(pool, num_chunk_buffers, max(store.chunk_buffer_bytes, 1),
+                                "chunk buffers of the update")
+        self._thread = threading.Thread(target=self._loop, name="lohan-update", daemon=True)
+        self._thread.start()
+
+    # -- events of a step ----------------------------------------------------------------------------------------
+
+    def open_step(self, speculate: bool, limit: float) -> None:
+        """The last backward of a step begins; as `StepProtocol.open_step`."""
+        with self._condition:
+            self._protocol.open_step(speculate, limit)
+
+    def gradient_complete(self, update: BlockUpdate, square_sum: float) -> None:
+        """All gradients of a block are there; `update` is what its speculation would do."""
+        with self._condition:
+            self._recipes[update.block.index] = update
+            self._protocol.gradient_complete(update.block.index, square_sum)
+            self._condition.notify_all()
+
+    def spoil(self, block_index: int) -> None:
+        """Call *before* a block's gradients, parameters or state change: its speculation is dropped."""
+        with self._condition:
+            self._protocol.spoil(block_index)
+
+    def skip(self) -> None:
+        """There is no update in this step."""
+        with self._condition:
+            self._protocol.skip()
+
+    def decide(self, updates: Sequence[BlockUpdate], stands: bool) -> None:
+        """step() happens: every block of `updates` (forward order) is updated. Reads of them wait from now on.
+
+        `stands`: what was speculated has the coefficient and hyper-parameters of `updates`.
+        """
+        for update in updates:
+            self._store.announce_update(update.block.index)
+        with self._condition:
+            self._due.update(update.block.index for update in updates)
+            before = [self._protocol.stage(update.block.index) for update in updates]
+            publish = self._protocol.decide(stands, [update.block.index for update in updates])
+            for update, stage in zip(updates, before):
+                if not (stands and stage is Stage.SPECULATING):   # that one goes on with what it has, the same
+                    self._recipes[update.block.index] = update
+            self.num_speculated += len(publish)
+            self._num_publishing += len(publish)
+            self._condition.notify_all()
+            error = self._error
+        if error is not None:   # since step() looked: nobody else is going to end these updates
+            self._fail_due(error)
+        for block_index in publish:
+            self._publish(block_index)
+
+    def _publish(self, block_index: int) -> None:
+        """`_num_publishing` counts it already: nobody may see the protocol idle before the store has published."""
+        try:
+            self._store.publish(block_index)
+        except AssertionError:   # failed meanwhile
+            if self._error is None:
+                raise
+        with self._condition:
+            self._due.discard(block_index)
+            self._num_publishing -= 1
+            self._condition.notify_all()
+
+    @property
+    def num_dropped(self) -> int:
+        """Blocks whose speculative update was for nothing, all steps."""
+        with self._condition:
+            return self._protocol.num_dropped
+
+    def stages(self) -> list[Stage]:
+        """Of every block, right now."""
+        with self._condition:
+            return [self._protocol.stage(block_index) for block_index in range(len(self._shadow))]
+
+    def drain(self) -> None:
+        """Waits until everything that step() decided is published; raises the first failure."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._error or (self._protocol.idle and not self._num_publishing))
+        self.check()
+
+    # -- the updating thread -------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread
+            self.fail(error)
+
+    def _run(self) -> None:
+        loading: deque[_Piece] = deque()
+        chunks: Iterator[_Piece] = iter(())
+        while True:
+            while len(loading) < _NUM_LOADING:
+                piece = next(chunks, None)
+                if piece is not None:
+                    loading.append(piece)
+                    continue
+                job = self._take(wait=not loading)
+                if job is None:
+                    break
+                chunks = self._issue(job)
+            if not loading:
+                return   # stopped while there was nothing to do
+            self._process(loading.popleft())
+
+    def _take(self, wait: bool) -> _Job | None:
+        """The next block; without `wait`, or when stopping, None if there is none now."""
+        with self._condition:
+            while (block_index := self._protocol.take()) is None:
+                if self._stopping or self._error or not wait:
+                    return None
+                self._condition.wait()
+            return _Job(self._recipes.pop(block_index), self._protocol.stage(block_index) is Stage.SPECULATING)
+
+    def _wanted(self, job: _Job) -> bool:
+        if self._stopping:
+            raise StepError("the engine was closed while an update was under way")
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+            return self._protocol.wanted(job.update.block.index)
+
+    def _issue(self, job: _Job) -> Iterator[_Piece]:
+        """Starts loading one chunk after the other, for as long as the update is wanted."""
+        block_index = job.update.block.index
+        for chunk, runs in _touched(job.update, every_chunk=self._shadow[block_index]):
+            if not self._wanted(job):
+                break
+            buffer = self._ring.acquire()
+            load = self._store.load_chunk(block_index, chunk, buffer, speculative=job.speculative)
+            job.num_open += 1
+            yield _Piece(job, chunk, runs, buffer, load)
+        job.all_issued = True
+        self._end_if_done(job)
+
+    def _process(self, piece: _Piece) -> None:
+        job, update = piece.job, piece.job.update
+        arrays = piece.load.wait()
+        job.num_open -= 1
+        if not self._wanted(job):
+            self._ring.release(piece.buffer)
+            self._end_if_done(job)
+            return
+        for run in piece.runs:
+            part = slice(run.start - piece.chunk.start, run.end - piece.chunk.start)
+            adam_update_(arrays.master[part], update.grads[run.start:run.end], arrays.exp_avg[part],
+                         arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, scratch=self._scratch)
+        if arrays.params is not None:
+            arrays.params.copy_(arrays.master)
+        save = self._store.save_chunk(update.block.index, piece.chunk, arrays, speculative=job.speculative)
+        save.on_done(lambda: self._ring.release(piece.buffer))
+        job.saves.append(save)
+        self._end_if_done(job)
+
+    def _end_if_done(self, job: _Job) -> None:
+        """After a job's last chunk: once its writes have ended, the protocol says what becomes of it."""
+        if not job.all_issued or job.num_open:
+            return
+        with self._condition:
+            self._num_writing += 1
+        written = Work.all_of(job.saves)
+        written.on_done(lambda: self._ended(job, written.exception()))
+
+    def _ended(self, job: _Job, error: BaseException | None) -> None:
+        """In whatever thread ended the last write."""
+        if error is not None:
+            self.fail(error)
+        block_index, publish = job.update.block.index, False
+        with self._condition:
+            if self._error is None:
+                publish = self._protocol.ended(block_index)
+                self.num_speculated += publish and job.speculative
+                self._num_publishing += publish
+            self._condition.notify_all()
+        if publish:
+            self._publish(block_index)
+        with self._condition:
+            self._num_writing -= 1
+            self._condition.notify_all()
+
+    # -- failure and end -----------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Background work failed: every block that is due fails, and `check` raises from now on."""
+        with self._condition:
+            if self._error is not None:
+                if error is not self._error:
+                    logger.error("a later failure of background work: %s", error)
+                return
+            self._error = error
+            self._condition.notify_all()
+        self._fail_due(error)
+
+    def _fail_due(self, error: BaseException) -> None:
+        with self._condition:
+            due, self._due = self._due, set()
+        for block_index in due:
+            with contextlib.suppress(AssertionError):   # published meanwhile
+                self._store.fail(block_index, error)
+
+    def check(self) -> None:
+        """Raises StepError from the first failure of background work, at every call after it."""
+        with self._condition:
+            error = self._error
+        if error is not None:
+            raise StepError(f"background work failed: {error}") from error
+
+    def stop(self) -> None:
+        """Ends an update under way at its next chunk; the blocks it did not come to fail. The store is void then."""
+        self._stopping = True
+        with self._condition:
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread; idempotent. An update under way is cut as by `stop`."""
+        self.stop()
+        self._thread.join()
+        with self._condition:   # their end still needs the store
+            self._condition.wait_for(lambda: not self._num_writing)
+        self._ring.close()
+
+
+def _touched(update: BlockUpdate, every_chunk: bool) -> Iterator[tuple[Chunk, list[Run]]]:
+    """The chunks that have something to update, each with its part of the runs; with `every_chunk` all of them,
+    because the other slot of the block must become a whole copy."""
+    for chunk in update.block.chunks:
+        end = chunk.start + chunk.numel
+        runs = [run._replace(start=max(run.start, chunk.start), end=min(run.end, end)) for run in update.runs
+                if run.start < end and run.end > chunk.start]
+        if runs or every_chunk:
+            yield chunk, runs
