@@ -135,3 +135,32 @@ def test_save_16bit_model_writes_every_weight(tmp_path):
     assert torch.equal(saved["lm_head.weight"], saved["model.embed_tokens.weight"])
     plain = tiny_llama(tied=True, seed=4)
     assert not plain.load_state_dict(saved, strict=False).missing_keys
+
+
+def test_loading_forgets_gradients_that_wait_for_their_step(tmp_path):
+    with engine_for(tiny_llama(), config_for("ssd", tmp_path, "fp32", accumulation=1)) as engine:
+        train(engine, 0, 1, accumulation=1)
+        engine.save_checkpoint(tmp_path / "ckpt")
+        straight = train(engine, 1, 2, accumulation=1)
+        engine.load_checkpoint(tmp_path / "ckpt")
+        engine.backward(loss_of(engine, lm_batch(vocab_of(engine.module), 2, 12, seed=7)))
+        engine.load_checkpoint(tmp_path / "ckpt")
+        assert train(engine, 1, 2, accumulation=1) == straight
+
+
+def test_saving_takes_no_room_on_the_ssds(tmp_path, monkeypatch):
+    """`ssd_space` is not exceeded by what a checkpoint passes through: that lies beside the checkpoint."""
+    import tempfile
+    made = []
+    mkstemp = tempfile.mkstemp
+
+    def recording(*args, **kwargs):
+        made.extend([kwargs["dir"]] if kwargs["prefix"] == "export-" else [])
+        return mkstemp(*args, **kwargs)
+
+    monkeypatch.setattr(tempfile, "mkstemp", recording)
+    (tmp_path / "ssd").mkdir()
+    with engine_for(tiny_llama(), config_for("ssd", tmp_path / "ssd", "fp32")) as engine:
+        engine.save_checkpoint(tmp_path / "ckpt", tag="here")
+    assert made == [str(tmp_path / "ckpt" / "here")]
+    assert not list((tmp_path / "ckpt" / "here").glob("export-*"))

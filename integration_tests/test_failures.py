@@ -20,10 +20,10 @@ from torch import nn
 
 from integration_tests.doubles import (SlowWrites, engine_config, make_batches, one_compute_thread,  # noqa: F401
                                        train_engine, train_twin, use_doubles)
-from lohan_ds.errors import CapacityError, StepError, StoreError
+from lohan_ds.errors import CapacityError, ConfigError, StepError, StoreError
 from lohan_ds.testing.delayed_streams import DelayedStreams
 from lohan_ds.testing.faulty_io import FaultyIo
-from lohan_ds.testing.harness import engine_for, engine_state, init_one_rank
+from lohan_ds.testing.harness import ds_config, engine_for, engine_state, init_one_rank
 from lohan_ds.testing.models import OddModel, lm_batch, loss_of
 from lohan_ds.testing.twin import assert_same_bits
 
@@ -395,3 +395,17 @@ def test_a_script_that_forgets_to_destroy_ends_well(runs):
     assert run.process.wait(timeout=60) == 0, run.output()
     assert "finished" in run.status_file.read_text()
     assert os.listdir(run.ssd) == []
+
+
+@pytest.mark.parametrize("wrong", ["optimizer", "scheduler"])
+def test_a_failed_initialize_leaves_nothing(tmp_path, wrong):
+    """Whether it fails before the parameters are moved or after."""
+    model = OddModel()
+    scheduler = {"scheduler": {"type": "WarmupLR", "params": {"nonsense": 1}}} if wrong == "scheduler" else {}
+    config = ds_config({"ssd_paths": [str(tmp_path)], "param_tier": "ssd"}, **scheduler)
+    client = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=wrong == "optimizer")
+    with pytest.raises((ConfigError, TypeError)):
+        with engine_for(model, config, optimizer=client):
+            pass
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("lohan-")]
+    assert list(tmp_path.iterdir()) == []

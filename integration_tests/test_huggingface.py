@@ -231,3 +231,13 @@ def test_step_0_loss_of_three_architectures_is_plain_hf(tmp_path):
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
     for folder, (plain, ours, engine) in json.loads(line.removeprefix("RESULT")).items():
         assert engine == "LohanEngine" and ours == plain, folder
+
+
+def test_an_empty_section_is_read_by_trainer():
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lohan_ds.errors import ConfigError
+    assert HfDeepSpeedConfig({**AUTO, "lohan": {}}).config["lohan"]["enabled"] is True
+    with pytest.raises(ConfigError, match="offload_optimizer.ratio"):
+        HfDeepSpeedConfig({**AUTO, "lohan": {}, "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})

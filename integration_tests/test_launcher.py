@@ -71,3 +71,15 @@ def test_the_environment_switches_the_automatic_way_off(configs):
     """Plain DeepSpeed then ignores the section, and the stage is what the JSON says: 0."""
     off = run(configs / "lohan.json", launcher=False, LOHAN_DS_AUTOLOAD="0")
     assert off["engine"] == "DeepSpeedEngine"
+
+
+def test_an_empty_section_is_a_section(configs, plain):
+    (configs / "empty.json").write_text(json.dumps({**CONFIG, "lohan": {}}))
+    ours = run(configs / "empty.json", launcher=False)
+    assert ours["engine"] == "LohanEngine" and ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def test_a_disabled_section_is_none(configs, plain):
+    disabled = {**CONFIG, "zero_optimization": {"stage": 3}, "lohan": {"enabled": False, "nonsense": 1}}
+    (configs / "disabled.json").write_text(json.dumps(disabled))
+    assert run(configs / "disabled.json", launcher=False) == plain

@@ -5,6 +5,7 @@ No test here looks at a clock alone: a duration is only compared with that of th
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
 import time
@@ -177,7 +178,7 @@ class SleepyModel(nn.Module):
 
 def update_bytes(engine) -> int:
     """SSD bytes moved for updates so far. Parameters are 16-bit, so an update writes them and never reads them."""
-    return sum(file.bytes_written + (file.bytes_read if file.path.endswith(".state") else 0)
+    return sum(file.bytes_written + (file.bytes_read if ".state" in os.path.basename(file.path) else 0)
                for file in list(engine.offload.io._files))
 
 

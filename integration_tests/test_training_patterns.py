@@ -866,3 +866,28 @@ def test_no_released_block_is_kept_by_the_graph(tmp_path, no_collector, kind):
             pair.engine.step()
         assert len(counts["forward"]) > 2 * num_layers and len(counts["backward"]) > 2 * num_layers
         assert max(counts["forward"]) <= allowed and max(counts["backward"]) <= allowed, counts
+
+
+@TIERS
+def test_evaluation_in_inference_mode_changes_nothing(tmp_path, tier):
+    with pair_of(OddModel, lohan_section(tmp_path, tier), clip=1.0) as pair:
+        for batch in batches_for(131, 3):
+            with torch.inference_mode():
+                ours, theirs = loss_of(pair.engine, batch), loss_of(pair.twin.model, batch)
+            assert ours.item() == theirs.item()
+            pair.train([batch])
+        pair.check()
+
+
+def test_parameters_in_no_group_are_never_touched(tmp_path):
+    model = OddModel()
+    client = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
+    with engine_for(model, ds_config(lohan_section(tmp_path, "ssd"), clip=1.0), optimizer=client) as engine:
+        before = engine_state(engine)
+        for batch in batches_for(131, 2):
+            engine.backward(loss_of(engine, batch))
+            assert all(p.grad is None for p in engine.module.parameters())
+            engine.step()
+        after = engine_state(engine)
+    for name, entry in after.items():
+        assert torch.equal(entry["param"], before[name]["param"]) == (not name.startswith("head")), name

@@ -1,8 +1,8 @@
 """Optimizer state to and from DeepSpeed's ZeRO-3 checkpoint layout, so that its own tools read what we write.
 
 One sub group per trained parameter, in the order of `LohanOptimizer.places`. Tensors of the host tier are views
-of the store, those of the SSD tier lie in an unlinked file that is mapped: writing a checkpoint needs no copy of
-the state in RAM.
+of the store, those of the SSD tier lie in an unlinked file that is mapped, in the checkpoint's own directory: writing
+a checkpoint needs no copy of the state in RAM and none within `ssd_space`.
 """
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def optimizer_state(optimizer: LohanOptimizer) -> dict:
     offload = optimizer.offload
     offload.gradients.updater.drain()
     masters, states = [], {}
-    export = _Export(offload.store.scratch_dir, 3 * sum(optimizer._slot(*p).numel for p in optimizer.places))
+    numel = sum(optimizer._slot(*place).numel for place in optimizer.places)
+    export = _Export(optimizer.export_dir or offload.store.scratch_dir, len(_KINDS) * numel)
     for index, place in enumerate(optimizer.places):
         info = optimizer._slot(*place)
         arrays = {}

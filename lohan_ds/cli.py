@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 import warnings
@@ -92,7 +93,8 @@ def main() -> None:
 
 
 def _be_quiet() -> None:
-    """Before torch, deepspeed and transformers are imported: none of their warnings."""
+    """Before torch, deepspeed and transformers are imported: none of their warnings, and no plan of ours."""
+    logging.getLogger("lohan_ds").setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
 
@@ -130,6 +132,7 @@ def _table(results: list[CaseResult]) -> Table:
                   box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)   # in 80 columns
     for result in results:
         case = result.case
-        table.add_row(case.model, case.tier, case.update, case.clip, str(case.accumulation), case.dtype,
-                      f"{result.num_kept}/{result.num_dropped}" if case.update == "eager" else "", "[green]yes[/]" if result.same else "[red]no[/]", f"{result.seconds:.1f}")
+        eager = f"{result.num_kept}/{result.num_dropped}" if case.update == "eager" else ""
+        table.add_row(case.model, case.tier, case.update, case.clip, str(case.accumulation), case.dtype, eager,
+                      "[green]yes[/]" if result.same else "[red]no[/]", f"{result.seconds:.1f}")
     return table

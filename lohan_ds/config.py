@@ -85,6 +85,14 @@ class LohanConfig(pydantic.BaseModel):
     ssd_threads: int | None = Field(None, ge=1, json_schema_extra={"what": "threads", "automatic": "4"})
     """Threads that read and write the SSDs. By default 4: enough requests in flight to keep one NVMe SSD busy."""
 
+    step_report: bool = Field(False, json_schema_extra={"what": "true or false", "automatic": "false"})
+    """Whether to print a line per step: its seconds, how much of the update lay under forward and backward, what
+    waited for what, SSD bytes and rates. Printed once the step's update is over, so often one step later."""
+
+    trace_path: str | None = _setting("path of a file", "none")
+    """Where to write a trace of what every resource did when, for chrome://tracing or ui.perfetto.dev: every 100 steps
+    and at the end, the last 200,000 spans. The directory must exist. None by default: recording takes a little time."""
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_automatic(cls, data: Any) -> Any:
@@ -136,6 +144,7 @@ def parse(ds_config: dict) -> LohanConfig | None:
     config, path_keys = _read(ds_config)
     if config is not None:
         _check_ssd_paths(config, path_keys)
+        _check_trace_path(config.trace_path)
     return config
 
 
@@ -221,6 +230,19 @@ def _check_ssd_paths(config: LohanConfig, keys: list[str]) -> None:
     if config.ssd_space is not None and config.ssd_space > total_free_bytes:
         raise ConfigError(f"lohan.ssd_space: {format_bytes(config.ssd_space)} needed, {format_bytes(total_free_bytes)}"
                           f" free on {', '.join(config.ssd_paths)}; lower it or free some space")
+
+
+def _check_trace_path(path: str | None) -> None:
+    if path is None:
+        return
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise ConfigError(f"lohan.trace_path: the directory {directory!r} does not exist; create it or name another")
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise ConfigError(f"lohan.trace_path: {path!r} is a directory; name a file in it, like 'trace.json'")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"lohan.trace_path: cannot create files in {directory!r}; it belongs to {_owner(directory)}; "
+                          "change its permissions or name another directory")
 
 
 def _owner(path: str) -> str:

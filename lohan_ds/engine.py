@@ -11,16 +11,23 @@ import deepspeed
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.utils import log_dist
 
 from lohan_ds import process_end
 from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
+from lohan_ds.step_summary import StepSummary
 from lohan_ds.zero_params import ZeroParams, convert_to_zero3, set_status
 
 logger = logging.getLogger(__name__)
+
+
+def _print_line(line: str) -> None:
+    """What the user is to see; DeepSpeed's logger shows warnings only, unless it is told otherwise. Silent when this
+    package's logger is set above INFO (`logging.getLogger("lohan_ds").setLevel(logging.WARNING)`)."""
+    if logging.getLogger("lohan_ds").level <= logging.INFO:
+        print(line, flush=True)
 
 
 class LohanEngine(DeepSpeedEngine):
@@ -35,16 +42,22 @@ class LohanEngine(DeepSpeedEngine):
         self.__dict__["lohan_config"] = parse(given)
         ignored = ignored_keys(given)
         if ignored:
-            log_dist(f"lohan does without these keys of the DeepSpeed config: {', '.join(ignored)}", ranks=[0])
+            _print_line(f"lohan does without these keys of the DeepSpeed config: {', '.join(ignored)}")
         config = effective_ds_config(given)
         config_class = DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
         world_size = deepspeed.comm.get_world_size()
         if world_size > 1:
             raise ConfigError(f"lohan runs on one rank so far, got {world_size}; launch with --num_gpus 1")
         kwargs["dont_change_device"] = True   # a model larger than the device never goes there as a whole
-        super().__init__(*args, config=config, config_class=config_class, mpu=mpu, mesh_device=mesh_device, **kwargs)
-        if self.offload is not None:
-            log_dist(f"lohan: update mode {self.offload.plan.update}\n{self.offload.plan_table}", ranks=[0])
+        try:
+            super().__init__(*args, config=config, config_class=config_class, mpu=mpu, mesh_device=mesh_device,
+                             **kwargs)
+        except BaseException:
+            if self.offload is not None:   # whatever failed after it: no thread and no file stays
+                self.offload.close()
+            raise
+        if self.offload is not None and self.global_rank == 0:
+            _print_line(self.offload.plan_table)
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -80,7 +93,7 @@ class LohanEngine(DeepSpeedEngine):
         convert_to_zero3(self.module, self.config)
         self.__dict__["offload"] = offload = Offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
-            torch.device(self.device), set_status)
+            torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None)
         process_end.close_at_end(self, offload)
         params = [p for members in offload.model_blocks.params for p in members]
         self.__dict__["zero_params"] = ZeroParams(offload.streamer, params)
@@ -100,12 +113,39 @@ class LohanEngine(DeepSpeedEngine):
     def forward(self, *inputs, **kwargs):
         if self.offload is None:
             return super().forward(*inputs, **kwargs)
+        self._enter_phase("forward")
         try:
             with self.offload.streamer.saved_tensors_hooks():
                 return super().forward(*inputs, **kwargs)
         except BaseException:
             self.reset_step()
             raise
+        finally:
+            self._enter_phase("other")
+
+    def _enter_phase(self, name: str) -> None:
+        if self.offload is not None and self.offload.recorder is not None:
+            self.offload.recorder.phase(name)
+
+    def _backward_prologue(self):   # of loss.backward() too
+        self._enter_phase("backward")
+        super()._backward_prologue()
+
+    def _backward_epilogue(self):
+        super()._backward_epilogue()
+        self._enter_phase("other")
+
+    def step(self, *args, **kwargs):
+        if self.offload is None or self.offload.recorder is None:
+            return super().step(*args, **kwargs)
+        ends_step = self.is_gradient_accumulation_boundary()
+        self._enter_phase("step")
+        try:
+            super().step(*args, **kwargs)
+            if ends_step:
+                self.offload.end_step(self.global_steps)
+        finally:
+            self._enter_phase("other")
 
     def backward(self, loss, **kwargs):
         if self.offload is None:
@@ -119,6 +159,7 @@ class LohanEngine(DeepSpeedEngine):
 
     def reset_step(self) -> None:
         """After an exception in forward or backward: the step under way is as if it had not begun."""
+        self._enter_phase("other")
         if self.offload is not None and isinstance(self.optimizer, LohanOptimizer):
             self.optimizer.reset_step()
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()   # their gradients are gone too
@@ -126,6 +167,13 @@ class LohanEngine(DeepSpeedEngine):
     def lohan_stats(self) -> dict[str, int]:
         """Bytes moved and held so far; see `Offload.stats`."""
         return self.offload.stats() if self.offload is not None else {}
+
+    def lohan_step_summary(self) -> StepSummary | None:
+        """Of the last step, as far as its update has come; None before the first, and unless "step_report" or
+        "trace_path" is set."""
+        if self.offload is None or self.offload.recorder is None:
+            return None
+        return self.offload.recorder.step_summary(self.offload.gradients.updater.oldest_due_step())
 
     # -- weights out ---------------------------------------------------------------------------------------------
 
@@ -175,6 +223,15 @@ class LohanEngine(DeepSpeedEngine):
                 buffers[name].copy_(value)
             elif strict:
                 raise ConfigError(f"the checkpoint has {name}, which this model has not")
+
+    def load_checkpoint(self, *args, **kwargs):
+        self.reset_step()   # what was accumulated belongs to the state that is replaced
+        return super().load_checkpoint(*args, **kwargs)
+
+    def _save_zero_checkpoint(self, save_path, tag):
+        if self.offload is not None:
+            self.optimizer.export_dir = os.path.join(save_path, tag)
+        super()._save_zero_checkpoint(save_path, tag)
 
     def _get_zero_frozen_param_attributes(self, attr_func):
         if self.offload is None:

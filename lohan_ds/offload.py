@@ -1,12 +1,15 @@
 """`Offload`: everything one run keeps off the accelerator, put together in the right order and closed in one place."""
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import logging
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from lohan_ds.planner.search import PlanRequest, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
+from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import run_dir_name
@@ -27,6 +31,7 @@ from lohan_ds.store.ssd_io import ThreadSsdIo
 
 logger = logging.getLogger(__name__)
 _DEFAULT_CHUNK_BYTES = 16 << 20
+_M_MMAP_THRESHOLD = -3   # of malloc.h
 
 
 class Offload:
@@ -38,13 +43,17 @@ class Offload:
 
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
-                 make_io=ThreadSsdIo):
+                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None):
         self.device = device
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
         self.blocks = self.model_blocks.blocks
         self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
+        self.recorder: Recorder | None = None   # None: nobody asked for a report or a trace
+        if config.step_report or config.trace_path:
+            self.recorder = Recorder(report if config.step_report else None, config.trace_path)
+            self.closers.append(self.recorder.close)
         try:
             self._build(config, budgets, streams or make_streams(device), make_io, set_status)
         except BaseException:
@@ -53,29 +62,40 @@ class Offload:
 
     def _build(self, config: LohanConfig, budgets: Budgets, streams: Streams, make_io, set_status) -> None:
         self.streams = streams
+        if streams.unified and config.host_memory:
+            _give_large_tensors_back_when_freed()
         self.budget = MemoryBudget("host", budgets.host_bytes)
         self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
         self.closers += [self.pool.close, streams.close]
+        if self.recorder is not None:
+            streams.on_copy = self.recorder.copy_span
         self.io, run_dirs = None, []
         if "ssd" in self.plan.param_tier + self.plan.state_tier:
             self.io = make_io(config.ssd_threads or 4)
             self.closers.append(self.io.close)
+            if self.recorder is not None:
+                self.io.on_span = self.recorder.ssd_span
             run_dirs = [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
                         for path in config.ssd_paths]
         self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs)
         self.closers.append(self.store.close)
         for block, params in zip(self.blocks, self.model_blocks.params):
             self.store.write_initial(block.index, _take_values(block, params))
-        self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool)
+        _return_freed_memory()
+        self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder)
         self.closers.append(self.gradients.close)
+        if self.recorder is not None:
+            self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))
         take_staging = None if streams.unified else (lambda nbytes: self.pool.alloc(nbytes, "parameter staging"))
         self.streamer = ParamStreamer(self.model_blocks.units, self.blocks, self.model_blocks.params, self.store,
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
-                                      self._on_edit, self.gradients.updater.check, set_status)
+                                      self._on_edit, self.gradients.updater.check, set_status, self.recorder)
         self.streamer.attach()
 
     def close(self) -> None:
         if self.streamer is not None and self.closers:
+            if self.recorder is not None:
+                _end_recording(self.recorder, self.gradients.updater)
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
         close_all(self.closers)
@@ -130,6 +150,11 @@ class Offload:
             self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
         self.store.write_array(block_index, "param", info.offset, values)
 
+    def end_step(self, label: int) -> None:
+        """For the recorder: step() of a step is over, which the user calls `label`."""
+        updater = self.gradients.updater
+        self.recorder.end_step(label, updater.num_speculated, updater.num_dropped, updater.oldest_due_step())
+
     def stats(self) -> dict[str, int]:
         """Bytes so far: read from and written to the SSDs; bytes at rest on host and SSD; peak of the host pool.
         Block updates made in backward that stood, and that were dropped."""
@@ -138,6 +163,10 @@ class Offload:
                 "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched,
                 "updates_speculated": self.gradients.updater.num_speculated,
                 "updates_dropped": self.gradients.updater.num_dropped}
+
+
+def _end_recording(recorder: Recorder, updater) -> None:
+    recorder.end(updater.oldest_due_step())
 
 
 def close_all(closers: list) -> None:
@@ -190,15 +219,16 @@ def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int) ->
         on_device, device_source = int(0.9 * torch.cuda.mem_get_info(device)[0]), "90 % of the free device memory"
     ssd, ssd_source = 0, "no lohan.ssd_paths"
     if config.ssd_paths:
-        free = sum(shutil.disk_usage(path).free for path in _one_per_file_system(config.ssd_paths))
-        ssd, ssd_source = int(0.95 * free), "95 % of the free space of lohan.ssd_paths"
+        ssd, ssd_source = int(0.95 * _free_ssd_bytes(config.ssd_paths)), "95 % of the free space of lohan.ssd_paths"
         if config.ssd_space:
             ssd, ssd_source = config.ssd_space, "lohan.ssd_space"
     return Budgets(host, on_device, ssd, unified, host_source, device_source, ssd_source)
 
 
-def _one_per_file_system(paths: Sequence[str]) -> list[str]:
-    return list({os.stat(path).st_dev: path for path in paths}.values())
+def _free_ssd_bytes(paths: Sequence[str]) -> int:
+    """What data striped evenly over `paths` finds room for: as many times the smallest share of a path."""
+    drives = [os.stat(path).st_dev for path in paths]
+    return len(paths) * min(shutil.disk_usage(path).free // drives.count(drive) for path, drive in zip(paths, drives))
 
 
 def device_needs_pinning(device: torch.device) -> bool:
@@ -228,3 +258,15 @@ def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
         source.data = torch.empty(0, dtype=source.dtype, device=source.device)
     return flat
 
+
+def _return_freed_memory() -> None:
+    """The model's tensors are freed now, but glibc keeps what is below its mmap threshold."""
+    with contextlib.suppress(OSError, AttributeError):   # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _give_large_tensors_back_when_freed() -> None:
+    """Where tensors are host memory, those of a MiB and more leave the process when freed; left to itself, glibc takes
+    them from a heap that grows with every gradient. A little slower, so only for a budget that somebody named."""
+    with contextlib.suppress(OSError, AttributeError):   # not glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -28,7 +28,9 @@ _STATE_KINDS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"
 
 
 def is_decoupled(carrier: torch.optim.Optimizer) -> bool:
-    """True for AdamW's weight decay, False for Adam's. Raises ConfigError for any other optimizer."""
+    """True for AdamW's weight decay, False for Adam's. Raises ConfigError for any other optimizer or variant."""
+    for group in carrier.param_groups:
+        check_supported(group)
     name = type(carrier).__name__
     if isinstance(carrier, torch.optim.AdamW):
         return True
@@ -58,8 +60,6 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.param_groups = carrier.param_groups   # one list: schedulers may hold either object
         self.optimizer, self.offload = carrier, offload
         self.decoupled = is_decoupled(carrier)
-        for group in self.param_groups:
-            check_supported(group)
         self.clip_grad = clip_grad
         self.dtype = dtype
         self.loss_scaler = CreateLossScaler(dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
@@ -70,6 +70,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._coalesce_grad_reduction = False
+        self.export_dir: str | None = None   # where a checkpoint passes state of the SSD tier through
         self._step_is_open = False                                    # its last backward has begun
         self._clipped: deque[bool] = deque(maxlen=CLIP_HISTORY_STEPS)  # of the last steps, whether they were scaled
         self.steps: dict[tuple[int, int], int] = {}   # updates of each trained parameter so far, by (block, slot)
@@ -79,9 +80,13 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.steps = dict.fromkeys(self.places, 0)
         self.fp16_groups = [[self._param(*place)] for place in self.places]
         self._handles = []
+        self._frozen = {id(param) for members in offload.model_blocks.params for param in members
+                        if not param.requires_grad}
         for block, members in zip(offload.blocks, offload.model_blocks.params):
             for slot, param in enumerate(members):
                 param._z3_optimizer = self
+                if not block.trainable and param.requires_grad:   # in no group of the optimizer: never touched
+                    self._handles.append(param.register_post_accumulate_grad_hook(_drop_gradient))
                 if block.trainable:
                     # weak: Python's collector does not look into these hooks, so a cycle through one is for ever
                     hook = functools.partial(_call_weakly, weakref.WeakMethod(self._on_gradient), block.index, slot)
@@ -186,9 +191,9 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def _refuse_unfrozen(self) -> None:
         for block, members in zip(self.offload.blocks, self.offload.model_blocks.params):
             for slot, param in zip(block.slots, members):
-                if not block.trainable and param.requires_grad and param.grad is not None:
-                    raise StepError(f"{slot.name} got a gradient but was frozen, or not given to the optimizer, at "
-                                    "deepspeed.initialize; unfreeze it before that")
+                if id(param) in self._frozen and param.grad is not None:
+                    raise StepError(f"{slot.name} got a gradient but was frozen at deepspeed.initialize; unfreeze it "
+                                    "before that")
 
     def reset_step(self) -> None:
         """After an exception in forward or backward: drops this step's gradients, as if it had not begun."""
@@ -230,7 +235,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """The gradient held for this step, between backward and step()."""
         place = self._trained_place(param)
         held = self.offload.gradients.gradient(*place) if place is not None else None
-        return None if held is None else held.float().view(self._slot(*place).shape).to(self.offload.device)
+        return None if held is None else held.float().clone().view(self._slot(*place).shape).to(self.offload.device)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         place = self._trained_place(param)
@@ -280,3 +285,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             handle.remove()
         self._handles.clear()
         self.offload.close()
+
+
+def _drop_gradient(param: nn.Parameter) -> None:
+    param.grad = None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class BlockUpdate:
     runs: tuple[Run, ...]
     grads: Tensor             # (numel,) host, fp32 or the block's dtype; not written before the update is over
     coefficient: float        # every gradient is multiplied by it; exactly 1.0 when there is nothing to scale
+    for_step: int | None = None   # what a recorder calls the step
 
 
 @dataclass
@@ -71,8 +73,10 @@ class Updater:
     """Called from the training thread and from the one that collects gradients; owns the updating thread.
 
     Under `_condition`: protocol, `_recipes`, `_due`, the counters, `_error`. The rest is fixed, or belongs to the
-    updating thread.
+    updating thread, which calls `on_span` as (block's name, start, end of time.perf_counter, bytes, `for_step`) for
+    each chunk's Adam if somebody wants to know; it is set before the first step.
     """
+    on_span: Callable[[str, float, float, int, int | None], None] | None = None
 
     def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int):
         self._store = store
@@ -80,7 +84,7 @@ class Updater:
         self._protocol = StepProtocol(self._shadow)
         self._condition = threading.Condition()
         self._recipes: dict[int, BlockUpdate] = {}   # of blocks that may be taken
-        self._due: set[int] = set()                  # announced to the store, and not published yet
+        self._due: dict[int, int | None] = {}        # announced to the store, and not published yet: `for_step`
         self._num_publishing = 0
         self._num_writing = 0                        # blocks whose last writes are under way
         self._error: BaseException | None = None     # the first failure of background work
@@ -125,13 +129,13 @@ class Updater:
         for update in updates:
             self._store.announce_update(update.block.index)
         with self._condition:
-            self._due.update(update.block.index for update in updates)
+            self._due.update((update.block.index, update.for_step) for update in updates)
             before = [self._protocol.stage(update.block.index) for update in updates]
             publish = self._protocol.decide(stands, [update.block.index for update in updates])
             for update, stage in zip(updates, before):
                 if not (stands and stage is Stage.SPECULATING):   # that one goes on with what it has, the same
                     self._recipes[update.block.index] = update
-            self.num_speculated += len(publish)
+                self.num_speculated += stands and stage in (Stage.SPECULATING, Stage.SPECULATED)
             self._num_publishing += len(publish)
             self._condition.notify_all()
             error = self._error
@@ -148,7 +152,7 @@ class Updater:
             if self._error is None:
                 raise
         with self._condition:
-            self._due.discard(block_index)
+            self._due.pop(block_index, None)
             self._num_publishing -= 1
             self._condition.notify_all()
 
@@ -157,6 +161,11 @@ class Updater:
         """Blocks whose speculative update was for nothing, all steps."""
         with self._condition:
             return self._protocol.num_dropped
+
+    def oldest_due_step(self) -> int | None:
+        """The first `for_step` of which step() has decided blocks that are not published yet; None: there is none."""
+        with self._condition:
+            return min(self._due.values(), default=None)
 
     def stages(self) -> list[Stage]:
         """Of every block, right now."""
@@ -218,7 +227,7 @@ class Updater:
             if not self._wanted(job):
                 break
             buffer = self._ring.acquire()
-            load = self._store.load_chunk(block_index, chunk, buffer, speculative=job.speculative)
+            load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
             job.num_open += 1
             yield _Piece(job, chunk, runs, buffer, load)
         job.all_issued = True
@@ -232,13 +241,17 @@ class Updater:
             self._ring.release(piece.buffer)
             self._end_if_done(job)
             return
+        start = time.perf_counter() if self.on_span is not None else 0.0
         for run in piece.runs:
             part = slice(run.start - piece.chunk.start, run.end - piece.chunk.start)
             adam_update_(arrays.master[part], update.grads[run.start:run.end], arrays.exp_avg[part],
                          arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, scratch=self._scratch)
         if arrays.params is not None:
             arrays.params.copy_(arrays.master)
-        save = self._store.save_chunk(update.block.index, piece.chunk, arrays, speculative=job.speculative)
+        if self.on_span is not None:
+            state_bytes = 12 * sum(run.end - run.start for run in piece.runs)
+            self.on_span(update.block.name, start, time.perf_counter(), state_bytes, update.for_step)
+        save = self._store.save_chunk(update.block.index, piece.chunk, arrays, job.speculative, update.for_step)
         save.on_done(lambda: self._ring.release(piece.buffer))
         job.saves.append(save)
         self._end_if_done(job)
@@ -260,7 +273,6 @@ class Updater:
         with self._condition:
             if self._error is None:
                 publish = self._protocol.ended(block_index)
-                self.num_speculated += publish and job.speculative
                 self._num_publishing += publish
             self._condition.notify_all()
         if publish:
@@ -284,7 +296,7 @@ class Updater:
 
     def _fail_due(self, error: BaseException) -> None:
         with self._condition:
-            due, self._due = self._due, set()
+            due, self._due = self._due, {}
         for block_index in due:
             with contextlib.suppress(AssertionError):   # published meanwhile
                 self._store.fail(block_index, error)

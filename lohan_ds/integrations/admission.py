@@ -42,7 +42,7 @@ def _active_config():
     if not is_deepspeed_zero3_enabled():
         return None, None
     ds_config = deepspeed_config()
-    if not ds_config or not ds_config.get("lohan"):
+    if not ds_config or "lohan" not in ds_config:
         return None, None
     return parse(ds_config), ds_config
 

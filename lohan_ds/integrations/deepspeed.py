@@ -20,8 +20,8 @@ def patch_engine(module) -> None:
 
     def choose(cls, *args, **kwargs):
         config_class = kwargs.get("config_class")
-        section = getattr(config_class, "_param_dict", {}).get("lohan") if config_class is not None else None
-        if section and parse(config_class._param_dict) is not None:
+        given = getattr(config_class, "_param_dict", {})
+        if "lohan" in given and parse(given) is not None:
             from lohan_ds.engine import LohanEngine
             if cls is engine_class:
                 cls = LohanEngine
@@ -43,11 +43,11 @@ def patch_config(module) -> None:
 
     @functools.wraps(original)
     def checked(self, config, *args, **kwargs):
-        if isinstance(config, dict) and config.get("lohan"):
+        if isinstance(config, dict) and "lohan" in config:
             hooks.raise_failures()
             parse(config)
         original(self, config, *args, **kwargs)
-        if not isinstance(config, dict) and self._param_dict.get("lohan"):
+        if not isinstance(config, dict) and "lohan" in self._param_dict:
             hooks.raise_failures()
             parse(self._param_dict)
 
@@ -63,7 +63,7 @@ def patch_zero_init(module) -> None:
     def on_host(self, *args, **kwargs):
         key = "config_dict_or_path" if kwargs.get("config_dict_or_path") is not None else "config"
         config = _as_dict(kwargs.get(key))
-        if config is not None and config.get("lohan") and parse(config) is not None:
+        if config is not None and "lohan" in config and parse(config) is not None:
             kwargs[key] = effective_ds_config(config)
             kwargs["remote_device"] = "cpu"
         original(self, *args, **kwargs)

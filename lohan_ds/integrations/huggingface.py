@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 from lohan_ds.config import effective_ds_config, parse
 
@@ -15,7 +16,7 @@ def patch_accelerate(module) -> None:
     @functools.wraps(original)
     def checked(self, config_file_or_dict):
         original(self, config_file_or_dict)
-        if self.config.get("lohan") and parse(self.config) is not None:
+        if "lohan" in self.config and parse(self.config) is not None:
             if "stage" not in self.config.get("zero_optimization", {}):
                 self.config.setdefault("zero_optimization", {})["stage"] = 3
             self.config = effective_ds_config(self.config)
@@ -31,8 +32,9 @@ def patch_transformers(module) -> None:
 
     @functools.wraps(original)
     def admitted(self, config, *args, **kwargs):
-        from lohan_ds.integrations import admission
-        admission.check_before_loading(self, config)
+        if "deepspeed" in sys.modules:   # else there is no config of it
+            from lohan_ds.integrations import admission
+            admission.check_before_loading(self, config)
         original(self, config, *args, **kwargs)
 
     model_class.__init__ = admitted

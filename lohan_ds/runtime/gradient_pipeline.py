@@ -24,6 +24,7 @@ from lohan_ds.block import Block
 from lohan_ds.grad_norm import global_norm, sum_of_squares
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.plan import OffloadPlan
+from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.updater import BlockUpdate, Run, Updater
@@ -55,13 +56,16 @@ class GradientPipeline:
     """
 
     def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, store: BlockStore, streams: Streams,
-                 pool: PinnedPool):
+                 pool: PinnedPool, recorder: Recorder | None = None):
         self._blocks, self._plan, self._store, self._streams, self._pool = blocks, plan, store, streams, pool
+        self._recorder = recorder
         self._held = [_HeldGradients(len(block.slots)) for block in blocks]
         self._collected: deque[Work] = deque()
         self._collect_jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._terms: StepTerms | None = None       # what speculation in this step is made with
         self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers)
+        if recorder is not None:
+            self.updater.on_span = recorder.update_span
         largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
         self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
         self._thread = threading.Thread(target=self._collect_loop, name="lohan-collect", daemon=True)
@@ -73,7 +77,8 @@ class GradientPipeline:
         """Takes one parameter's gradient (its shape and dtype, on the device); the caller may drop it at once."""
         block, held = self._blocks[block_index], self._held[block_index]
         info = block.slots[slot]
-        self._store.wait_published(block_index)  # an update under way still reads the buffer
+        with stalling(self._recorder, "gradient"):
+            self._store.wait_published(block_index)  # an update under way still reads the buffer
         add = held.present[slot]
         if held.final[slot]:
             self.updater.spoil(block_index)   # a second gradient in one step
@@ -89,7 +94,8 @@ class GradientPipeline:
             event = self._streams.d2h(target, grad)
             self._submit(lambda: (event.host_wait(), want_squares and self._square(block, held, slot, target)))
             return
-        raw = self._staging.acquire()
+        with stalling(self._recorder, "gradient"):
+            raw = self._staging.acquire()
         staged = raw[:grad.nbytes].view(grad.dtype)
         event = self._streams.d2h(staged, grad)
 
@@ -160,7 +166,8 @@ class GradientPipeline:
 
     def norm(self) -> float:
         """Of all gradients held, still scaled by the loss scale; inf or nan when one of them is not finite."""
-        self.wait_collected()
+        with stalling(self._recorder, "step"):
+            self.wait_collected()
         parts: list[float] = []
         for block, held in zip(self._blocks, self._held):
             for slot, info in enumerate(block.slots):
@@ -208,7 +215,9 @@ class GradientPipeline:
             square_sum = math.fsum(value for part in held.squares for value in part)
         except (OverflowError, ValueError):
             square_sum = math.nan
-        self.updater.gradient_complete(self._update_of(block, held, terms), square_sum)
+        update = self._update_of(block, held, terms)
+        if update.runs:
+            self.updater.gradient_complete(update, square_sum)
 
     def decide(self, terms: StepTerms) -> list[int]:
         """step() happens: every block with gradients is updated with `terms`. Returns those blocks' indexes.
@@ -217,25 +226,27 @@ class GradientPipeline:
         """
         updates = [self._update_of(block, held, terms) for block, held in zip(self._blocks, self._held)
                    if any(held.present)]
+        updates = [update for update in updates if update.runs]
         stands = self._terms == terms
         self._forget()
         self.updater.decide(updates, stands)
         if self._plan.update == "serial":
-            self.updater.drain()
+            with stalling(self._recorder, "step"):
+                self.updater.drain()
         return [update.block.index for update in updates]
 
-    @staticmethod
-    def _update_of(block: Block, held: _HeldGradients, terms: StepTerms) -> BlockUpdate:
+    def _update_of(self, block: Block, held: _HeldGradients, terms: StepTerms) -> BlockUpdate:
         runs: list[Run] = []
         for slot, info in enumerate(block.slots):
-            if not held.present[slot]:
+            if not held.present[slot] or not info.numel:
                 continue
             run = Run(info.offset, info.offset + info.numel, terms.hypers[info.group],
                       terms.steps[block.index, slot] + 1)
             if runs and runs[-1].end == run.start and runs[-1][2:] == run[2:]:
                 run = run._replace(start=runs.pop().start)
             runs.append(run)
-        return BlockUpdate(block, tuple(runs), held.values, terms.coefficient)
+        for_step = None if self._recorder is None else self._recorder.step
+        return BlockUpdate(block, tuple(runs), held.values, terms.coefficient, for_step)
 
     def stop(self) -> None:
         """As `Updater.stop`."""

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_ds.block import Block
 from lohan_ds.errors import StepError
+from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.released_parameter import ReleasedParameter, mark_released, mark_resident, mark_watched
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
@@ -92,16 +93,20 @@ class ParamStreamer:
                  store: BlockStore, streams: Streams, device: torch.device, prefetch_depth: int,
                  take_staging: Callable[[int], Tensor] | None,
                  on_edit: Callable[[int, int, Tensor], None], check_background: Callable[[], None],
-                 set_status: Callable[[nn.Parameter, bool], None] = lambda param, available: None):
+                 set_status: Callable[[nn.Parameter, bool], None] = lambda param, available: None,
+                 recorder: Recorder | None = None):
         self._units, self._blocks, self._params = units, blocks, params
         self._store, self._streams, self._device = store, streams, device
         self._prefetch_depth = prefetch_depth
+        self._recorder = recorder
         self._on_edit, self._check_background, self._set_status = on_edit, check_background, set_status
         self._lock = threading.RLock()
         self._residence = [_Residence() for _ in blocks]
         self._block_of_storage: dict[int, int] = {}
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
-        self._free: dict[int, list[Tensor]] = {}  # buffers by size in bytes, used again when nobody refers to them
+        self._free: deque[Tensor] = deque()      # idle buffers, uint8, oldest first; used again if nobody has a view
+        largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
+        self._planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
         self._staging = _StagingRing(take_staging, prefetch_depth + 2, max(b.param_bytes for b in blocks)) \
             if take_staging is not None else None
         self._next_unit: dict[tuple[bool, int], int] = {}   # (in backward, unit) -> the unit that followed it last time
@@ -149,6 +154,7 @@ class ParamStreamer:
             self._enter(index)
 
     def _post_forward(self, index: int, module: nn.Module, args, output) -> None:
+        self._compute(None)
         with self._lock:
             for b in self._units[index].blocks:
                 self._residence[b].num_running -= 1
@@ -172,6 +178,7 @@ class ParamStreamer:
 
     def end_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward."""
+        self._compute(None)
         with self._lock:
             self._keep_only(set())
             self._last_unit = None
@@ -190,6 +197,7 @@ class ParamStreamer:
 
     def reset(self) -> None:
         """After an exception in forward or backward: as if no forward had begun."""
+        self._compute(None)
         with self._lock:
             for residence in self._residence:
                 residence.num_running = 0
@@ -219,6 +227,7 @@ class ParamStreamer:
 
     def _enter(self, index: int) -> None:
         """A unit is about to compute: makes it resident, starts the next ones, drops what is not needed."""
+        self._compute(None)
         self._check_background()
         backward = _in_backward()
         if self._last_unit is not None and self._last_unit[0] == backward and self._last_unit[1] != index:
@@ -232,6 +241,11 @@ class ParamStreamer:
         for b in self._units[index].blocks:
             self._finish(b)
             self._unwatch(b)
+        self._compute(self._units[index].name)
+
+    def _compute(self, name: str | None) -> None:
+        if self._recorder is not None:
+            self._recorder.compute(name, self._streams.moment())
 
     def _following(self, index: int) -> list[int]:
         """The units that came after this one last time, nearest first, at most prefetch_depth."""
@@ -256,7 +270,8 @@ class ParamStreamer:
         if self._staging is not None and not demand and not self._staging.has_free():
             return  # prefetch slows down, it never waits
         block = self._blocks[b]
-        buffer = self._take_buffer(block)
+        with torch.inference_mode(False):   # else a later training forward could not save what lies in it
+            buffer = self._take_buffer(block)
         if self._staging is None:
             work = self._store.read_params(b, buffer)
         else:
@@ -276,6 +291,8 @@ class ParamStreamer:
             return
         self._start(b, demand=True)
         try:
+            if self._recorder is not None:
+                self._record_stalls(b)
             event = residence.work.wait()
         except BaseException:
             residence.state, residence.work, residence.buffer = Residency.OFFLOADED, None, None
@@ -285,13 +302,22 @@ class ParamStreamer:
             event.compute_wait()
         residence.work = None
         buffer = residence.buffer
-        for slot, param in zip(self._blocks[b].slots, self._params[b]):
-            mark_resident(param, buffer[slot.offset:slot.offset + slot.numel].view(slot.shape))
-            self._set_status(param, True)
+        with torch.inference_mode(False):
+            for slot, param in zip(self._blocks[b].slots, self._params[b]):
+                mark_resident(param, buffer[slot.offset:slot.offset + slot.numel].view(slot.shape))
+                self._set_status(param, True)
         residence.seen_versions = [p._version for p in self._params[b]]
         residence.looked_at = False
         self._block_of_storage[buffer.untyped_storage().data_ptr()] = b
         residence.state = Residency.RESIDENT
+
+    def _record_stalls(self, b: int) -> None:
+        """Waits for a fetch, first for the update that it waits for. What fails is raised by the caller's own wait."""
+        if not self._residence[b].work.done():
+            with stalling(self._recorder, "update"), contextlib.suppress(Exception):
+                self._store.wait_published(b)
+            with stalling(self._recorder, "parameters"):
+                self._residence[b].work.exception()
 
     def _watch(self, b: int) -> None:
         """A resident block that nothing computes with: looks go through `_access`, so that no edit is lost."""
@@ -316,9 +342,9 @@ class ParamStreamer:
         residence = self._residence[b]
         if residence.state is Residency.FETCHING:
             residence.work.wait()
+            buffer, residence.buffer = residence.buffer, None
             residence.state, residence.work = Residency.OFFLOADED, None
-            self._give_buffer(residence.buffer)
-            residence.buffer = None
+            self._give_buffer(buffer)
         self._release(b)
 
     def _drop(self, b: int) -> None:
@@ -326,10 +352,10 @@ class ParamStreamer:
         for param, placeholder in zip(self._params[b], self._placeholders[b]):
             mark_released(param, placeholder)
             self._set_status(param, False)
-        if residence.buffer is not None:
-            self._block_of_storage.pop(residence.buffer.untyped_storage().data_ptr(), None)
-            self._give_buffer(residence.buffer)
-        residence.buffer, residence.state = None, Residency.OFFLOADED
+        buffer, residence.buffer, residence.state = residence.buffer, None, Residency.OFFLOADED
+        if buffer is not None:
+            self._block_of_storage.pop(buffer.untyped_storage().data_ptr(), None)
+            self._give_buffer(buffer)
 
     def _keep_only(self, keep: set[int]) -> None:
         for b, residence in enumerate(self._residence):
@@ -345,20 +371,26 @@ class ParamStreamer:
         dtype = getattr(torch, block.dtype)
         if not self._streams.unified:
             return torch.empty(block.numel, dtype=dtype, device=self._device)
-        waiting = self._free.get(block.param_bytes, [])
-        for i, raw in enumerate(waiting):
-            if torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:  # ours and the one just made to ask
-                del waiting[i]
+        for i, raw in enumerate(self._free):
+            # two uses: ours and the one made to ask; more, and somebody keeps a view of it
+            if raw.nbytes == block.param_bytes and torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:
+                del self._free[i]
                 return raw.view(dtype)
+        self._trim_free(block.param_bytes)
         raw = torch.empty(block.param_bytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
         return raw[start:start + block.param_bytes].view(dtype)
 
     def _give_buffer(self, buffer: Tensor) -> None:
         if self._streams.unified:
-            waiting = self._free.setdefault(buffer.nbytes, [])
-            waiting.append(buffer.view(torch.uint8))
-            del waiting[:-(self._prefetch_depth + 3)]  # those that somebody keeps are his
+            self._free.append(buffer.view(torch.uint8))
+            self._trim_free(0)
+
+    def _trim_free(self, wanted_bytes: int) -> None:
+        """Lets the oldest idle buffers go until they, those in use and `wanted_bytes` are within what is planned."""
+        in_use = sum(r.buffer.nbytes for r in self._residence if r.buffer is not None)
+        while self._free and in_use + sum(raw.nbytes for raw in self._free) + wanted_bytes > self._planned_bytes:
+            self._free.popleft()
 
     # -- looks and edits from outside ----------------------------------------------------------------------------
 

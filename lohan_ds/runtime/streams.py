@@ -13,9 +13,12 @@ calls `host_wait()` first (for a device-side source `compute_wait()` is enough).
 """
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +47,15 @@ class Event(ABC):
 
 
 class Streams(ABC):
-    """Copies between host and one device. `unified` is fixed after construction."""
+    """Copies between host and one device. `unified` is fixed after construction, `on_copy` before the first copy."""
 
     unified: bool  # device memory is host memory: read straight into the device tensor, no staging copy needed
+    on_copy: Callable[[str, Any, Any, int], None] | None = None   # for a recorder: "h2d" or "d2h", moments, bytes
+
+    def moment(self) -> float | Callable[[], float | None]:
+        """When all compute work queued so far is over, in seconds of time.perf_counter; a function that gives them,
+        None if it is not over yet, where that is not known at once. Training or autograd thread."""
+        return time.perf_counter()
 
     @abstractmethod
     def compute_mark(self) -> Any:
@@ -101,20 +110,22 @@ class InlineStreams(Streams):
         return None
 
     def h2d(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
-        return _copy_now(dst, src)
+        return self._copy_now("h2d", dst, src)
 
     def d2h(self, dst: Tensor, src: Tensor) -> Event:
-        return _copy_now(dst, src)
+        return self._copy_now("d2h", dst, src)
 
     def close(self) -> None:
         pass
 
-
-def _copy_now(dst: Tensor, src: Tensor) -> Event:
-    assert dst.shape == src.shape, (dst.shape, src.shape)
-    with torch.no_grad():
-        dst.copy_(src)
-    return _DoneEvent()
+    def _copy_now(self, direction: str, dst: Tensor, src: Tensor) -> Event:
+        assert dst.shape == src.shape, (dst.shape, src.shape)
+        start = time.perf_counter() if self.on_copy is not None else 0.0
+        with torch.no_grad():
+            dst.copy_(src)
+        if self.on_copy is not None:
+            self.on_copy(direction, start, time.perf_counter(), dst.nbytes)
+        return _DoneEvent()
 
 
 class _CudaEvent(Event):
@@ -158,6 +169,7 @@ class CudaStreams(Streams):
         self._device = device
         self._h2d_stream = torch.cuda.Stream(device)
         self._d2h_stream = torch.cuda.Stream(device)
+        self._clock: _DeviceClock | None = None
         self._lock = threading.Lock()
         self._in_flight: dict[torch.cuda.Stream, deque[_CudaEvent]] = {
             self._h2d_stream: deque(), self._d2h_stream: deque()}  # in the order of submission
@@ -169,11 +181,11 @@ class CudaStreams(Streams):
 
     def h2d(self, dst: Tensor, src: Tensor, after: torch.cuda.Event | None = None) -> Event:
         assert dst.device == self._device and not src.is_cuda, (dst.device, src.device)
-        return self._copy(self._h2d_stream, dst, src, after if after is not None else self.compute_mark())
+        return self._copy("h2d", self._h2d_stream, dst, src, after if after is not None else self.compute_mark())
 
     def d2h(self, dst: Tensor, src: Tensor) -> Event:
         assert src.device == self._device and not dst.is_cuda, (dst.device, src.device)
-        return self._copy(self._d2h_stream, dst, src, self.compute_mark())
+        return self._copy("d2h", self._d2h_stream, dst, src, self.compute_mark())
 
     def close(self) -> None:
         self._h2d_stream.synchronize()
@@ -182,19 +194,56 @@ class CudaStreams(Streams):
             for events in self._in_flight.values():
                 _drop_done(events)
 
-    def _copy(self, stream: torch.cuda.Stream, dst: Tensor, src: Tensor, after: torch.cuda.Event) -> Event:
+    def moment(self) -> Callable[[], float | None]:
+        return self._moment_on(torch.cuda.current_stream(self._device))
+
+    def _moment_on(self, stream: torch.cuda.Stream) -> Callable[[], float | None]:
+        if self._clock is None:
+            self._clock = _DeviceClock(self._device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return functools.partial(self._clock.seconds, event)
+
+    def _copy(self, direction: str, stream: torch.cuda.Stream, dst: Tensor, src: Tensor,
+              after: torch.cuda.Event) -> Event:
         assert dst.shape == src.shape and dst.dtype == src.dtype, (dst.shape, src.shape, dst.dtype, src.dtype)
         events = self._in_flight[stream]
         with self._lock:  # keeps `events` in stream order; queueing a pinned copy does not block
             _drop_done(events)
             stream.wait_event(after)
+            start = self._moment_on(stream) if self.on_copy is not None else None
             with torch.cuda.stream(stream), torch.no_grad():
                 dst.copy_(src, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(stream)
+            if self.on_copy is not None:
+                self.on_copy(direction, start, self._moment_on(stream), dst.nbytes)
             event = _CudaEvent(copied, dst, src)
             events.append(event)
         return event
+
+
+class _DeviceClock:
+    """Seconds of time.perf_counter for timing events of a device. Waits for the device once, when it is made.
+
+    An elapsed time is a float32 of milliseconds: the origin moves on every minute to stay exact to microseconds.
+    """
+
+    def __init__(self, device: torch.device):
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def seconds(self, event: torch.cuda.Event) -> float | None:
+        """When `event` passed; None if it has not."""
+        if not event.query():
+            return None
+        elapsed_s = self._origin.elapsed_time(event) / 1e3
+        seconds = self._origin_s + elapsed_s
+        if elapsed_s > 60:
+            self._origin, self._origin_s = event, seconds
+        return seconds
 
 
 def _drop_done(events: deque[_CudaEvent]) -> None:

@@ -1,4 +1,4 @@
-"""`BlockFiles`: where on disk the chunks of one block lie; `run_directories`: the room for all of them.
+"""`BlockFiles`: where on disk the chunks of one block lie.
 
 [Note: striping] Chunk c of block b lies in directory (b + c) % n of n, so that the chunks of a block, and the first
 chunks of all blocks, use all drives alike. In each directory a block has one file per kind, dense: chunk c is record
@@ -8,16 +8,12 @@ A record holds `num_arrays` arrays of the chunk, one after the other.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 
 from lohan_ds.block import DTYPE_BYTES, Block, Chunk
-from lohan_ds.errors import CapacityError, StoreError
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.filenames import block_file_name
 from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
-
-GIB = 1 << 30
 
 
 class BlockFiles:
@@ -84,38 +80,3 @@ def required_ssd_bytes(blocks: Sequence[Block], plan: OffloadPlan) -> int:
     return sum(num_slots(block, plan) * ((block.param_bytes if plan.param_tier[block.index] == "ssd" else 0)
                                          + (block.state_bytes if plan.state_tier[block.index] == "ssd" else 0))
                for block in blocks)
-
-
-def make_run_dirs(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:
-    """Creates the directories, mode 0700, all or none. `needed_bytes`: of each directory's files.
-
-    StoreError if one exists or cannot be made, CapacityError with needed and free bytes if a drive has too little.
-    """
-    made = []
-    try:
-        for run_dir in run_dirs:
-            try:
-                os.makedirs(run_dir, mode=0o700)
-            except OSError as error:
-                raise StoreError(error.errno, f"cannot create the run directory: {error.strerror}", run_dir) from error
-            made.append(run_dir)
-        _check_free_space(run_dirs, needed_bytes)
-    except BaseException:
-        for run_dir in made:
-            os.rmdir(run_dir)
-        raise
-
-
-def _check_free_space(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:
-    needed_by_drive: dict[int, int] = {}
-    dir_by_drive: dict[int, str] = {}
-    for run_dir, needed in zip(run_dirs, needed_bytes):
-        drive = os.stat(run_dir).st_dev
-        needed_by_drive[drive] = needed_by_drive.get(drive, 0) + needed
-        dir_by_drive.setdefault(drive, run_dir)
-    for drive, needed in needed_by_drive.items():
-        free = shutil.disk_usage(dir_by_drive[drive]).free
-        if needed > free:
-            raise CapacityError(f"{dir_by_drive[drive]}: needed {needed} bytes ({needed / GIB:.3f} GiB) on this drive, "
-                                f"free {free} ({free / GIB:.3f} GiB); {needed - free} bytes are missing: free space, "
-                                f"add an SSD directory, or keep more blocks in host RAM")

@@ -107,7 +107,8 @@ class BlockHome:
                           out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
             for chunk in self.block.chunks], value=out)
 
-    def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome) -> tuple[ChunkArrays, list[Work]]:
+    def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome,
+             for_step: int | None = None) -> tuple[ChunkArrays, list[Work]]:
         """The arrays of a chunk, to be saved here, and the reads that fill those on SSD with the values in `source`.
 
         Read are state, and params where they are the master. Those in host RAM are this slot's own tensors: where
@@ -116,11 +117,11 @@ class BlockHome:
         state_arrays, params = self._views(chunk, buffer)
         reads = []
         if self.state_files is not None:
-            reads.append(self._io.read(*source.state_files.record(chunk), _record(state_arrays)))
+            reads.append(self._io.read(*source.state_files.record(chunk), _record(state_arrays), for_step))
         if self.block.has_separate_master:
             return ChunkArrays(*state_arrays, params), reads
         if self.param_files is not None:
-            reads.append(self._io.read(*source.param_files.record(chunk), params.view(torch.uint8)))
+            reads.append(self._io.read(*source.param_files.record(chunk), params.view(torch.uint8), for_step))
         return ChunkArrays(params, *state_arrays, None), reads
 
     @torch.no_grad()
@@ -132,11 +133,11 @@ class BlockHome:
         if self.params is not None and not self.block.has_separate_master:
             self.params[piece].copy_(source.params[piece])
 
-    def save(self, chunk: Chunk, arrays: ChunkArrays) -> Work:
+    def save(self, chunk: Chunk, arrays: ChunkArrays, for_step: int | None = None) -> Work:
         """Writes the arrays on SSD to this slot; those in host RAM are in place already. Does not block."""
         if self.block.has_separate_master:
-            return self._write(chunk, list(arrays[:3]), arrays.params)
-        return self._write(chunk, list(arrays[1:3]), arrays.master)
+            return self._write(chunk, list(arrays[:3]), arrays.params, for_step)
+        return self._write(chunk, list(arrays[1:3]), arrays.master, for_step)
 
     def read_range(self, kind: str, start: int, out: Tensor, buffer: Tensor | None) -> None:
         """As BlockStore.read_array. `buffer`: uint8, of `chunk_bytes`, if anything lies on SSD. Blocks."""
@@ -192,12 +193,12 @@ class BlockHome:
             return state_arrays, self.params[chunk.start:end]
         return state_arrays, buffer[used:used + chunk.numel * self.param_files.itemsize].view(self.dtype)
 
-    def _write(self, chunk: Chunk, state_arrays: list[Tensor], params: Tensor) -> Work:
+    def _write(self, chunk: Chunk, state_arrays: list[Tensor], params: Tensor, for_step: int | None = None) -> Work:
         writes = []
         if self.state_files is not None:
-            writes.append(self._io.write(*self.state_files.record(chunk), _record(state_arrays)))
+            writes.append(self._io.write(*self.state_files.record(chunk), _record(state_arrays), for_step))
         if self.param_files is not None:
-            writes.append(self._io.write(*self.param_files.record(chunk), params.view(torch.uint8)))
+            writes.append(self._io.write(*self.param_files.record(chunk), params.view(torch.uint8), for_step))
         return Work.all_of(writes)
 
     def _read_pages(self, file: SsdFile, offset: int, nbytes: int, buffer: Tensor) -> Tensor:

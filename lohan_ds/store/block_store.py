@@ -8,7 +8,6 @@ the param array is the master. A shadow slot changes nothing about that; in host
 """
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +19,10 @@ from lohan_ds.block import Block, Chunk
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.plan import OffloadPlan
-from lohan_ds.store.block_files import make_run_dirs, num_slots, required_ssd_bytes
+from lohan_ds.store.block_files import num_slots, required_ssd_bytes
 from lohan_ds.store.block_home import BlockHome, ChunkArrays
 from lohan_ds.store.block_order import BlockOrder
+from lohan_ds.store.run_dirs import RunDirs
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
 
@@ -49,7 +49,7 @@ class BlockStore:
         if self.ssd_bytes and (io is None or not run_dirs):
             raise ValueError(f"the plan puts {self.ssd_bytes} bytes on SSD, but there is no I/O or no directory")
         self._pool = pool
-        self._run_dirs: list[str] = []
+        self._run_dirs: RunDirs | None = None
         self._staging: BufferRing | None = None  # one buffer for what is not aligned or not in fp32 yet
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-copy")  # of host params to readers
         self._shadow_copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-shadow")  # of what updates load
@@ -64,8 +64,7 @@ class BlockStore:
             if self.ssd_bytes:
                 needed_bytes = [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
                                 for directory in range(len(run_dirs))]
-                make_run_dirs(run_dirs, needed_bytes)
-                self._run_dirs = list(run_dirs)
+                self._run_dirs = RunDirs(run_dirs, needed_bytes)
                 staging_bytes = max(home.chunk_bytes for home in self._homes)
                 self._staging = BufferRing(pool, 1, staging_bytes, "staging buffer of the store")
             for home in self._homes:
@@ -145,7 +144,8 @@ class BlockStore:
         """Bytes that `load_chunk` needs of a buffer for the largest chunk; 0 when no trained block is on SSD."""
         return max((home.chunk_bytes for home in self._homes if home.block.trainable), default=0)
 
-    def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None, speculative: bool = False) -> Work:
+    def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None, speculative: bool = False,
+                   for_step: int | None = None) -> Work:
         """Work of the ChunkArrays of a chunk of the announced update. Does not block. StepError if none is announced.
 
         Kinds on SSD are read into `buffer` (uint8, 4096-aligned, at least `chunk_buffer_bytes`; None if that is 0),
@@ -156,18 +156,19 @@ class BlockStore:
         the *last* update's announcement have ended; nothing waits for later reads. `speculative`: no announcement is
         needed, the block stays as it is for readers. AssertionError if it has no shadow slot. What is loaded while
         somebody edits the block may be of before and after: drop that speculation. Before the block's next update or
-        speculation, wait for the works of the dropped one.
+        speculation, wait for the works of the dropped one. `for_step`: whose update it is, for `ThreadSsdIo.on_span`.
         """
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative)
         source, target = slots[where.source], slots[where.target]
-        arrays, reads = target.load(chunk, buffer, source)
+        arrays, reads = target.load(chunk, buffer, source, for_step)
         if target.params is not None or target.state:
             reads.append(where.drained if target is source else where.drained.then(
                 lambda _: Work.of_future(self._shadow_copier.submit(target.copy_host_arrays, chunk, source))))
         return Work.all_of(reads, value=arrays)
 
-    def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays, speculative: bool = False) -> Work:
+    def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays, speculative: bool = False,
+                   for_step: int | None = None) -> Work:
         """Writes back what `load_chunk` gave, changed in place. Does not block; the buffer is free when it is done.
 
         What lies in host RAM is saved already. Writes start when the reads issued before the announcement have ended;
@@ -175,7 +176,7 @@ class BlockStore:
         """
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative)
-        return where.drained.then(lambda _: slots[where.target].save(chunk, arrays))
+        return where.drained.then(lambda _: slots[where.target].save(chunk, arrays, for_step))
 
     # Single elements, for look-ups, edits and checkpoints
 
@@ -215,7 +216,7 @@ class BlockStore:
     @property
     def scratch_dir(self) -> str | None:
         """A directory on an SSD that `close` removes with all that is in it; None without an SSD tier."""
-        return self._run_dirs[0] if self._run_dirs else None
+        return self._run_dirs.paths[0] if self._run_dirs is not None else None
 
     @property
     def bytes_read(self) -> int:
@@ -248,8 +249,8 @@ class BlockStore:
             home.close()
         if self._staging is not None:
             self._staging.close()
-        for run_dir in self._run_dirs:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        if self._run_dirs is not None:
+            self._run_dirs.close()
 
     def _open_block(self, block_index: int) -> tuple[list[BlockHome], BlockOrder]:
         if self._closed:

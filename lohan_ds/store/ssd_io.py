@@ -44,9 +44,13 @@ class SsdFile:
 class ThreadSsdIo:
     """Background I/O on `num_threads` threads. Any thread may call; see each method for what it blocks on.
 
-    Fixed after construction: the executor. Under `_lock` (a condition, notified when a file comes to rest):
-    everything else. The lock is never held during a system call on data.
+    Fixed after construction: the executor; before the first request: `on_span`, if somebody wants to know, called in
+    the I/O threads as (verb, path, start, end of time.perf_counter, bytes, `for_step` of the request). Under `_lock`
+    (a condition, notified when a file comes to rest): everything else. The lock is never held during a system call on
+    data.
     """
+
+    on_span: Callable[[str, str, float, float, int, int | None], None] | None = None
 
     def __init__(self, num_threads: int):
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan-ssd-io")
@@ -80,17 +84,17 @@ class ThreadSsdIo:
             os.unlink(path)
             raise
 
-    def read(self, file: SsdFile, offset: int, buffer: torch.Tensor) -> Work:
+    def read(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None) -> Work:
         """Fills `buffer` (contiguous uint8, host) from byte `offset`; Work of `buffer`, or of a StoreError.
 
         Does not block. The buffer is not to be touched until the work is done. Overlapping requests in flight are
-        not ordered. ValueError for a request outside the file, or unaligned on a direct one.
+        not ordered. ValueError for a request outside the file, or unaligned on a direct one. `for_step`: for `on_span`.
         """
-        return self._submit(file, offset, buffer, self._read_piece)
+        return self._submit(file, offset, buffer, self._read_piece, for_step)
 
-    def write(self, file: SsdFile, offset: int, buffer: torch.Tensor) -> Work:
+    def write(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None) -> Work:
         """Writes all of `buffer` at byte `offset`; as `read` otherwise. Done means handed to the drive, not synced."""
-        return self._submit(file, offset, buffer, self._write_piece)
+        return self._submit(file, offset, buffer, self._write_piece, for_step)
 
     def close_file(self, file: SsdFile) -> None:
         """Waits for the file's requests, then closes it; the file stays on disk. Idempotent."""
@@ -124,7 +128,8 @@ class ThreadSsdIo:
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         return os.pwritev(fd, [view], offset)
 
-    def _submit(self, file: SsdFile, offset: int, buffer: torch.Tensor, piece_fn: Callable) -> Work:
+    def _submit(self, file: SsdFile, offset: int, buffer: torch.Tensor, piece_fn: Callable,
+                for_step: int | None) -> Work:
         nbytes = buffer.numel()
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"{file.path}: needs a contiguous uint8 buffer, got {buffer.dtype} {tuple(buffer.shape)}")
@@ -144,13 +149,20 @@ class ThreadSsdIo:
             futures = []
             for start in starts:
                 futures.append(self._executor.submit(self._run_piece, piece_fn, file, view[start:start + PIECE_BYTES],
-                                                     offset + start))
+                                                     offset + start, for_step))
                 file.num_pieces_in_flight += 1   # after: at interpreter exit submit raises; the piece needs our lock
         return Work.all_of([Work.of_future(future, holds=buffer) for future in futures], value=buffer)
 
-    def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int) -> None:
+    def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int,
+                   for_step: int | None) -> None:
         try:
-            piece_fn(file, view, offset)
+            if self.on_span is None:
+                piece_fn(file, view, offset)
+            else:
+                start = time.perf_counter()
+                piece_fn(file, view, offset)
+                self.on_span("read" if piece_fn == self._read_piece else "write", file.path, start,
+                             time.perf_counter(), len(view), for_step)
         finally:
             with self._lock:
                 file.num_pieces_in_flight -= 1

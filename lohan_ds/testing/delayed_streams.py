@@ -29,6 +29,7 @@ class _DelayedEvent(Event):
         self.is_held = is_held              # waits for a wait: see DelayedStreams.drop_one_wait_at
         self.finished = threading.Event()
         self.error: BaseException | None = None
+        self.nbytes = dst.nbytes
         self._lane = lane
 
     def compute_wait(self) -> None:
@@ -55,6 +56,7 @@ class _Lane:
 
     def __init__(self, kind: str, seed: int, max_delay_s: float, held_delay_s: float):
         self.kind = kind
+        self.on_copy = None
         self.num_waits = 0
         self.drop_at: int | None = None
         self.dropped = False
@@ -106,6 +108,7 @@ class _Lane:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             serial, event = item
+            start = time.perf_counter()
             if event.is_held:
                 with self._lock:
                     self._lock.wait_for(lambda: self._demanded >= serial, timeout=self._held_delay_s)
@@ -119,6 +122,8 @@ class _Lane:
                 event.error = raised
                 self.first_error = self.first_error or raised
             event.tensors = None
+            if self.on_copy is not None:
+                self.on_copy(self.kind, start, time.perf_counter(), event.nbytes)
             event.finished.set()
 
 
@@ -130,6 +135,15 @@ class DelayedStreams(Streams):
     def __init__(self, seed: int, max_delay_s: float = 0.005, held_delay_s: float = 0.5):
         """held_delay_s: how long after its turn an unwaited copy still comes once `drop_one_wait_at` was called."""
         self._lanes = {kind: _Lane(kind, seed, max_delay_s, held_delay_s) for kind in KINDS}
+
+    @property
+    def on_copy(self):
+        return self._lanes["h2d"].on_copy
+
+    @on_copy.setter
+    def on_copy(self, on_copy) -> None:
+        for lane in self._lanes.values():
+            lane.on_copy = on_copy
 
     def compute_mark(self) -> None:
         return None                          # compute on a CPU is over when the call returns

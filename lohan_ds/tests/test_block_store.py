@@ -22,6 +22,7 @@ from lohan_ds.store.block_files import BlockFiles
 from lohan_ds.store.block_home import TORCH_DTYPE
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.block_store import BlockStore, required_ssd_bytes
+from lohan_ds.store.filenames import LOCK
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.work import Work
@@ -368,7 +369,7 @@ def test_enospc_in_an_update(tmp_path):
 def test_too_little_disk_is_said_before_anything_is_made(tmp_path, monkeypatch):
     blocks = [_block(0, "bfloat16", [100000])]
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("lohan_ds.store.block_files.shutil.disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr("lohan_ds.store.run_dirs.shutil.disk_usage", lambda path: usage._replace(free=1000))
     threads = threading.active_count()
     pool, io = PinnedPool(MemoryBudget("host", 1 << 30), pin=False), ThreadSsdIo(1)
     with pytest.raises(CapacityError, match=rf"needed {required_ssd_bytes(blocks, _plan(['ssd'], ['ssd']))} bytes"):
@@ -715,7 +716,8 @@ def test_sizes_and_traffic_with_shadow(tmp_path):
               _block(2, "float16", [3000], trainable=False)]
     trained = sum(block.param_bytes + block.state_bytes for block in blocks[:2])
     with _store(tmp_path, blocks, num_dirs=3, shadow=True) as store:
-        names = [os.path.join(run_dir, name) for run_dir in store.run_dirs for name in os.listdir(run_dir)]
+        names = [os.path.join(run_dir, name) for run_dir in store.run_dirs for name in os.listdir(run_dir)
+                 if name != LOCK]
         assert sum(map(os.path.getsize, names)) == store.ssd_bytes == 2 * trained + blocks[2].param_bytes
         assert {os.path.basename(name) for name in names} == {
             *(f"block-000{b}.{kind}.{slot}" for b in (0, 1) for kind in ("params", "state") for slot in (0, 1)),
@@ -739,7 +741,7 @@ def test_too_little_disk_counts_both_slots(tmp_path, monkeypatch):
     blocks = [_block(0, "bfloat16", [100000])]
     needed = 2 * (blocks[0].param_bytes + blocks[0].state_bytes)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("lohan_ds.store.block_files.shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
+    monkeypatch.setattr("lohan_ds.store.run_dirs.shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
     pool, io = PinnedPool(MemoryBudget("host", 1 << 30), pin=False), ThreadSsdIo(1)
     with pytest.raises(CapacityError, match=rf"needed {needed} bytes"):
         BlockStore(blocks, _plan(["ssd"], ["ssd"], shadow=True), pool, io, [str(tmp_path / "run")])

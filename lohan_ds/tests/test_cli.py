@@ -93,7 +93,8 @@ def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, "verify", "--full"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["model", "tier", "update", "clip", "accum.", "dtype", "eager", "bits", "equal", "seconds"]
+    assert lines[0].split() == ["model", "tier", "update", "clip", "accum.", "dtype", "eager", "bits", "equal",
+                                "seconds"]
     assert lines[-1] == "All 1 runs have the same bits as training in memory."
     assert len(lines) == 4 and done.stderr == ""
     assert list(tmp_path.iterdir()) == []

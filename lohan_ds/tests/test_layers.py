@@ -16,7 +16,8 @@ LAYERS = {
     4: {"runtime"},
     3: {"store", "memory", "adam", "grad_norm", "step_protocol", "updater"},
     2: {"planner"},
-    1: {"plan", "profile", "block", "config", "config_checks", "errors", "work"},
+    1: {"plan", "profile", "block", "config", "config_checks", "errors", "work",
+        "step_summary"},
     0: {"ops"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

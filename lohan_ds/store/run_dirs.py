@@ -1,0 +1,113 @@
+"""`RunDirs`: one run's directories on the SSDs, locked while it lives. What dead runs left behind is removed.
+
+A process that is killed with kill -9 leaves its files, but the kernel drops its lock on the file LOCK in each
+directory. So whoever can take that lock knows that the run is over, whatever its process id means by now. A new
+directory is locked under another name before it gets its own, so it is never met unlocked.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+
+from lohan_ds.errors import CapacityError, StoreError
+from lohan_ds.store.filenames import LOCK, is_run_dir_name
+
+logger = logging.getLogger(__name__)
+GIB = 1 << 30
+
+
+class RunDirs:
+    """Fixed after construction; `close` from any thread."""
+
+    def __init__(self, paths: Sequence[str], needed_bytes: Sequence[int]):
+        """Creates the directories, mode 0700, all or none, after dead runs beside them were removed. `needed_bytes`:
+        of each directory's files. StoreError if one exists or cannot be made, CapacityError with needed and free
+        bytes if a drive has too little."""
+        self.paths: list[str] = []
+        self._locks: list[int] = []
+        for parent in dict.fromkeys(os.path.dirname(path) for path in paths):
+            remove_dead_runs(parent)
+        try:
+            for path in paths:
+                self._make(path)
+            _check_free_space(paths, needed_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, path: str) -> None:
+        try:
+            if os.path.lexists(path):
+                raise FileExistsError(17, "File exists", path)
+            unnamed = path + ".new"
+            os.makedirs(unnamed, mode=0o700)
+            self.paths.append(unnamed)
+            lock = os.open(os.path.join(unnamed, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._locks.append(lock)
+            with contextlib.suppress(OSError):   # a file system without locks: the run is never taken for dead
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(unnamed, path)
+            self.paths[-1] = path
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot create the run directory: {error.strerror}", path) from error
+
+    def close(self) -> None:
+        """Removes the directories with all that is in them; idempotent."""
+        for path in self.paths:
+            shutil.rmtree(path, ignore_errors=True)
+        for lock in self._locks:
+            os.close(lock)
+        self.paths, self._locks = [], []
+
+
+def remove_dead_runs(parent: str) -> list[str]:
+    """Removes the run directories in `parent` that no process holds any more; returns their paths.
+
+    Only directories of our own user, never through a symbolic link, and only those with a lock file that can be
+    taken. Nothing else in `parent` is touched.
+    """
+    removed = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for entry in list(os.scandir(parent)):
+            if is_run_dir_name(entry.name) and _is_dead(entry.path):
+                shutil.rmtree(entry.path, ignore_errors=True)
+                logger.warning("removed %s: its run ended without cleaning up", entry.path)
+                removed.append(entry.path)
+    return removed
+
+
+def _is_dead(path: str) -> bool:
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        return False
+    try:
+        lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False   # no run of this version
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _check_free_space(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:
+    needed_by_drive: dict[int, int] = {}
+    dir_by_drive: dict[int, str] = {}
+    for run_dir, needed in zip(run_dirs, needed_bytes):
+        drive = os.stat(run_dir).st_dev
+        needed_by_drive[drive] = needed_by_drive.get(drive, 0) + needed
+        dir_by_drive.setdefault(drive, run_dir)
+    for drive, needed in needed_by_drive.items():
+        free = shutil.disk_usage(dir_by_drive[drive]).free
+        if needed > free:
+            raise CapacityError(f"{dir_by_drive[drive]}: needed {needed} bytes ({needed / GIB:.3f} GiB) on this drive, "
+                                f"free {free} ({free / GIB:.3f} GiB); {needed - free} bytes are missing: free space, "
+                                f"add an SSD directory, or keep more blocks in host RAM")
