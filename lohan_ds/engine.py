@@ -24,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def _print_line(line: str) -> None:
-    """What the user is to see; DeepSpeed's logger shows warnings only, unless it is told otherwise. Silent when this
-    package's logger is set above INFO (`logging.getLogger("lohan_ds").setLevel(logging.WARNING)`)."""
+    """What the user asked to see; DeepSpeed's logger shows warnings only, unless it is told otherwise."""
+    print(line, flush=True)
+
+
+def _announce(line: str) -> None:
+    """What he should see before training; `logging.getLogger("lohan_ds").setLevel(logging.WARNING)` silences it."""
     if logging.getLogger("lohan_ds").level <= logging.INFO:
-        print(line, flush=True)
+        _print_line(line)
 
 
 class LohanEngine(DeepSpeedEngine):
@@ -42,7 +46,7 @@ class LohanEngine(DeepSpeedEngine):
         self.__dict__["lohan_config"] = parse(given)
         ignored = ignored_keys(given)
         if ignored:
-            _print_line(f"lohan does without these keys of the DeepSpeed config: {', '.join(ignored)}")
+            _announce(f"lohan does without these keys of the DeepSpeed config: {', '.join(ignored)}")
         config = effective_ds_config(given)
         config_class = DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
         world_size = deepspeed.comm.get_world_size()
@@ -57,7 +61,7 @@ class LohanEngine(DeepSpeedEngine):
                 self.offload.close()
             raise
         if self.offload is not None and self.global_rank == 0:
-            _print_line(self.offload.plan_table)
+            _announce(self.offload.plan_table)
 
     # -- building ------------------------------------------------------------------------------------------------
 
