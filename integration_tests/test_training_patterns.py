@@ -807,17 +807,17 @@ class LiveBuffers:
 
     def __init__(self, engine: Any, nbytes: int):
         self._refs: dict[int, StorageWeakRef] = {}
-        streamer = engine.offload.streamer
-        take_buffer = streamer._take_buffer
+        buffers = engine.offload.streamer.buffers
+        take = buffers.take
 
         def watched(block):
-            buffer = take_buffer(block)
+            buffer = take(block)
             if block.param_bytes == nbytes:
                 ref = StorageWeakRef(buffer.untyped_storage())
                 self._refs[ref.cdata] = ref
             return buffer
 
-        streamer._take_buffer = watched
+        buffers.take = watched
 
     def count(self) -> int:
         self._refs = {key: ref for key, ref in self._refs.items() if not ref.expired()}

@@ -14,9 +14,7 @@ forward to backward. The pack hook recognises tensors that lie in a resident blo
 offset, size, stride) instead; unpacking fetches the block again. If the block was updated in between, the graph
 is stale and unpacking raises, as plain torch does for an in-place change.
 
-[Note: buffers]
-A fetched block lives in a buffer of its own. A buffer is used again only when nothing else refers to its
-storage, so a view that somebody kept stays valid and keeps its values.
+A fetched block lives in a buffer of its own; see fetch_buffers.py for when that is used again.
 """
 from __future__ import annotations
 
@@ -35,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_ds.block import Block
 from lohan_ds.errors import StepError
+from lohan_ds.runtime.fetch_buffers import DeviceFetchBuffers, HostFetchBuffers, StagingRing
 from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.released_parameter import ReleasedParameter, mark_released, mark_resident, mark_watched
 from lohan_ds.runtime.streams import Streams
@@ -42,7 +41,6 @@ from lohan_ds.store.block_store import BlockStore
 from lohan_ds.work import Work
 
 logger = logging.getLogger(__name__)
-_PAGE = 4096
 
 
 class Unit(NamedTuple):
@@ -104,10 +102,10 @@ class ParamStreamer:
         self._residence = [_Residence() for _ in blocks]
         self._block_of_storage: dict[int, int] = {}
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
-        self._free: deque[Tensor] = deque()      # idle buffers, uint8, oldest first; used again if nobody has a view
         largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
-        self._planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
-        self._staging = _StagingRing(take_staging, prefetch_depth + 2, max(b.param_bytes for b in blocks)) \
+        planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
+        self.buffers = HostFetchBuffers(planned_bytes) if streams.unified else DeviceFetchBuffers(device)
+        self._staging = StagingRing(take_staging, prefetch_depth + 2, max(b.param_bytes for b in blocks)) \
             if take_staging is not None else None
         self._next_unit: dict[tuple[bool, int], int] = {}   # (in backward, unit) -> the unit that followed it last time
         self._last_unit: tuple[bool, int] | None = None
@@ -141,7 +139,7 @@ class ParamStreamer:
             handle.remove()
         self._handles.clear()
         with self._lock:
-            self._free.clear()
+            self.buffers.clear()
             if self._staging is not None:
                 self._staging.drain()
 
@@ -271,7 +269,7 @@ class ParamStreamer:
             return  # prefetch slows down, it never waits
         block = self._blocks[b]
         with torch.inference_mode(False):   # else a later training forward could not save what lies in it
-            buffer = self._take_buffer(block)
+            buffer = self.buffers.take(block)
         if self._staging is None:
             work = self._store.read_params(b, buffer)
         else:
@@ -295,6 +293,7 @@ class ParamStreamer:
                 self._record_stalls(b)
             event = residence.work.wait()
         except BaseException:
+            self.buffers.lose(residence.buffer)
             residence.state, residence.work, residence.buffer = Residency.OFFLOADED, None, None
             self._check_background()  # the first cause, if it is known
             raise
@@ -344,7 +343,7 @@ class ParamStreamer:
             residence.work.wait()
             buffer, residence.buffer = residence.buffer, None
             residence.state, residence.work = Residency.OFFLOADED, None
-            self._give_buffer(buffer)
+            self.buffers.give(buffer)
         self._release(b)
 
     def _drop(self, b: int) -> None:
@@ -355,7 +354,7 @@ class ParamStreamer:
         buffer, residence.buffer, residence.state = residence.buffer, None, Residency.OFFLOADED
         if buffer is not None:
             self._block_of_storage.pop(buffer.untyped_storage().data_ptr(), None)
-            self._give_buffer(buffer)
+            self.buffers.give(buffer)
 
     def _keep_only(self, keep: set[int]) -> None:
         for b, residence in enumerate(self._residence):
@@ -365,32 +364,6 @@ class ParamStreamer:
                 self._release(b)
             elif residence.work.done() and residence.work.exception() is None:
                 self._forget(b)
-
-    def _take_buffer(self, block: Block) -> Tensor:
-        """(numel,) of the block's dtype on the device, 4096-aligned when it is host memory."""
-        dtype = getattr(torch, block.dtype)
-        if not self._streams.unified:
-            return torch.empty(block.numel, dtype=dtype, device=self._device)
-        for i, raw in enumerate(self._free):
-            # two uses: ours and the one made to ask; more, and somebody keeps a view of it
-            if raw.nbytes == block.param_bytes and torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:
-                del self._free[i]
-                return raw.view(dtype)
-        self._trim_free(block.param_bytes)
-        raw = torch.empty(block.param_bytes + _PAGE, dtype=torch.uint8)
-        start = -raw.data_ptr() % _PAGE
-        return raw[start:start + block.param_bytes].view(dtype)
-
-    def _give_buffer(self, buffer: Tensor) -> None:
-        if self._streams.unified:
-            self._free.append(buffer.view(torch.uint8))
-            self._trim_free(0)
-
-    def _trim_free(self, wanted_bytes: int) -> None:
-        """Lets the oldest idle buffers go until they, those in use and `wanted_bytes` are within what is planned."""
-        in_use = sum(r.buffer.nbytes for r in self._residence if r.buffer is not None)
-        while self._free and in_use + sum(raw.nbytes for raw in self._free) + wanted_bytes > self._planned_bytes:
-            self._free.popleft()
 
     # -- looks and edits from outside ----------------------------------------------------------------------------
 
@@ -504,46 +477,6 @@ class ParamStreamer:
             self._finish(saved.block)
             buffer = residence.buffer
             return buffer.as_strided(saved.size, saved.stride, buffer.storage_offset() + saved.offset)
-
-
-class _StagingRing:
-    """Pinned host buffers between store and device. A buffer is free again once its copy to the device has passed."""
-
-    def __init__(self, take: Callable[[int], Tensor], count: int, nbytes: int):
-        self._free = [take(nbytes) for _ in range(count)]   # (nbytes,) uint8, pinned host
-        self._in_use: deque[tuple[Tensor, Work]] = deque()  # oldest first; the Work's result is the copy's Event
-
-    def has_free(self) -> bool:
-        self._reclaim()
-        return bool(self._free)
-
-    def take(self) -> Tensor:
-        """A free buffer; waits for the oldest transfer when all are in use."""
-        self._reclaim()
-        while not self._free:
-            self._reclaim(wait=True)
-        return self._free.pop()
-
-    def in_use(self, buffer: Tensor, work: Work) -> None:
-        """`work` ends with the Event of the copy out of `buffer`, which is then free again."""
-        self._in_use.append((buffer, work))
-
-    def drain(self) -> None:
-        while self._in_use:
-            self._reclaim(wait=True)
-
-    def _reclaim(self, wait: bool = False) -> None:
-        while self._in_use:
-            raw, work = self._in_use[0]
-            if not wait and not (work.done() and (work.exception() is not None or work.wait().done())):
-                return
-            try:
-                work.wait().host_wait()
-            except Exception:  # noqa: BLE001 - whoever wanted the block is told
-                logger.debug("a fetch failed", exc_info=True)
-            self._in_use.popleft()
-            self._free.append(raw)
-            wait = False
 
 
 def _in_backward() -> bool:

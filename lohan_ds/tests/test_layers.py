@@ -26,7 +26,7 @@ NO_TORCH = LAYERS[1] | LAYERS[2] | {"step_protocol"}
 NO_PLANNER = LAYERS[3] | LAYERS[4]
 MAY_IMPORT_DEEPSPEED = LAYERS[5] - {"offload"} | {"integrations", "ops"}
 MAY_IMPORT_HUGGINGFACE = {"integrations", "cli"}
-SHARED_IN_RUNTIME = {"streams", "recorder", "released_parameter"}
+SHARED_IN_RUNTIME = {"streams", "recorder", "released_parameter", "fetch_buffers"}
 
 
 def test_imports_point_down_and_are_declared():
