@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 
 import pytest
@@ -62,3 +63,10 @@ class SlowWrites(ThreadSsdIo):
     def _pwrite(self, fd, view, offset):
         time.sleep(0.002)
         return super()._pwrite(fd, view, offset)
+
+
+def fresh_environment(**more: str) -> dict[str, str]:
+    """For a process of its own on the CPU: the environment without the rank that this one has given itself."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    return {**kept, "DS_ACCELERATOR": "cpu", **more}

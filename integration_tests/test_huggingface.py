@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_tests.doubles import fresh_environment
 from lohan_ds.testing.models import tiny_gpt2, tiny_llama
 
 JOBS = Path(__file__).parent / "jobs"
@@ -36,8 +36,8 @@ def save_model(tmp_path, model) -> str:
 
 def run(command: list, job: dict, check: bool = True, **env) -> subprocess.CompletedProcess:
     Path(job["out"]).mkdir(exist_ok=True)
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
+    environment = fresh_environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                                    MASTER_PORT=str(free_port()), **env)
     done = subprocess.run([*map(str, command), json.dumps(job)], env=environment, capture_output=True, text=True,
                           timeout=280)
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -65,7 +65,7 @@ def logits_of(folder, plain_env: bool = True) -> torch.Tensor:
     code = ("import sys, torch; from transformers import AutoModelForCausalLM; "
             "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
             "torch.save(m(torch.arange(12)[None]).logits, sys.argv[1] + '/logits.pt')")
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "LOHAN_DS_AUTOLOAD": "0"})
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=fresh_environment(LOHAN_DS_AUTOLOAD="0"))
     return torch.load(Path(folder) / "logits.pt")
 
 
@@ -224,8 +224,7 @@ def test_step_0_loss_of_three_architectures_is_plain_hf(tmp_path):
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
               "lohan": {"ssd_paths": [str(tmp_path / "ssd")], "param_tier": "ssd"}}
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", STEP_0, json.dumps(config), *folders], env=environment,
+    done = subprocess.run([sys.executable, "-c", STEP_0, json.dumps(config), *folders], env=fresh_environment(),
                           capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))

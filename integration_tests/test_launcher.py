@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from integration_tests.doubles import fresh_environment
 
 JOB = Path(__file__).parent / "jobs" / "plain_job.py"
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5,
@@ -26,7 +27,7 @@ def run(config_path, *arguments, launcher=True, **env) -> dict:
     single = {} if launcher else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                                   "MASTER_PORT": port}
     done = subprocess.run([*map(str, command), *arguments], capture_output=True, text=True, timeout=250,
-                          env={**os.environ, "DS_ACCELERATOR": "cpu", **single, **env})
+                          env=fresh_environment(**single, **env))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if "REPORT" in line)
     return json.loads(line.split("REPORT", 1)[1])

@@ -1,13 +1,13 @@
 """Host memory against the plan: what stays allocated, and what the process really uses."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import torch
 from torch import nn
 
+from integration_tests.doubles import fresh_environment
 from lohan_ds.testing.harness import ds_config, engine_for
 from lohan_ds.testing.twin import Twin
 
@@ -74,10 +74,8 @@ with engine_for(Layers(), config) as engine:
 
 def test_resident_memory_is_what_is_planned(tmp_path):
     """Gradients (252 MB) are the bulk of the plan; the model's own 252 MB and its state's 504 MB must be gone."""
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")   # of this process's own rank
-    env = {key: value for key, value in os.environ.items() if key not in ours}
     done = subprocess.run([sys.executable, "-c", REAL_USE, str(tmp_path)], capture_output=True, text=True, timeout=200,
-                          env={**env, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+                          env=fresh_environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr[-3000:]
     used, pool = map(int, done.stdout.split("USED")[1].split())
     resident = 4 * 4 * 1024 * 1024

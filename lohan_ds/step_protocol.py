@@ -11,17 +11,19 @@ under one lock.
     DUE --take--> UPDATING --ended--> published
 
 *Speculation* updates a block in backward, into its shadow slot, with the coefficient that is right if the step will
-not be clipped. It is newest first: the block whose gradients came last is the one the next forward needs first. It
-stops at once when the running norm passes the limit or a value is not finite. That is only a guess; what decides is
-`decide`: the coefficient is then known, and speculative results stand if it is exactly the one they were made with.
-A block whose gradients, values or state changed after its speculation began is dropped alone.
+not be clipped. It is newest first: the block whose gradients came last is the one the next forward needs first, and
+interrupts an older one under way. It stops at once when the running norm passes the limit or a value is not finite.
+That is only a guess; what decides is `decide`: the coefficient is then known, and speculative results stand if it is
+exactly the one they were made with. A block whose gradients, values or state changed after its speculation began is
+dropped alone.
 
 Invariants (tests/test_step_protocol.py draws random orders of events):
   1. a block is published at most once per step, and only after an update with that step's coefficient ended;
   2. after `decide` every due block gets published, others never;
   3. after `skip` nothing is published and nothing is left to do;
   4. a dropped result is never published, and a block is not taken again before its dropped update has ended;
-  5. due blocks are taken in forward order, before any speculation.
+  5. due blocks are taken in forward order, before any speculation; only blocks begun as speculations may still be
+     under way then, and are interrupted for earlier ones.
 """
 from __future__ import annotations
 
@@ -49,6 +51,9 @@ class StepProtocol:
         self._spoiled = [False] * len(may_speculate)   # changed since: not to be speculated on again in this step
         self._ready: list[int] = []                    # READY blocks, newest last
         self._due: list[int] = []                      # DUE blocks, and DROPPED ones that are due again
+        self._arrival = [0] * len(may_speculate)       # of READY and SPECULATING blocks: grows with each that is ready
+        self._num_arrived = 0
+        self._place = [0] * len(may_speculate)         # in forward order, of blocks that are due or UPDATING
         self._speculate = False
         self._limit = math.inf
         self._squares: list[float] = []                # sums of squares of the blocks complete so far
@@ -77,6 +82,8 @@ class StepProtocol:
         if self._speculate and self._may_speculate[block]:
             self._stages[block] = Stage.READY
             self._ready.append(block)
+            self._num_arrived += 1
+            self._arrival[block] = self._num_arrived
 
     def spoil(self, block: int) -> None:
         """A block's gradients, parameters or state changed after they were complete: its speculation is dropped."""
@@ -110,7 +117,8 @@ class StepProtocol:
         one speculation used, and so are the hyper-parameters. Returns the blocks to publish at once."""
         self._speculate = False
         publish = []
-        for block in due:
+        for place, block in enumerate(due):
+            self._place[block] = place
             if not stands:
                 self._drop(block)
             stage = self._stages[block]
@@ -137,19 +145,29 @@ class StepProtocol:
 
     # -- the updating thread -------------------------------------------------------------------------------------
 
-    def take(self) -> int | None:
-        """The block to update next; its stage is then UPDATING or SPECULATING. None: nothing to do now."""
+    def take(self, begun: int | None = None) -> int | None:
+        """The block to update next; its stage is then UPDATING or SPECULATING. None: nothing to do now.
+
+        `begun`: a taken block whose update can be interrupted here; then only a block that goes before it.
+        """
+        stage = None if begun is None else self._stages[begun]
+        if stage is Stage.DROPPED:
+            return None   # to end it takes no time
         for block in self._due:
+            if stage is Stage.UPDATING and self._place[begun] < self._place[block]:
+                break
             if self._stages[block] is Stage.DUE:
                 self._due.remove(block)
                 self._stages[block] = Stage.UPDATING
                 return block
             break   # a dropped update of this one must end first: forward order is kept
-        if self._speculate and self._ready:
-            block = self._ready.pop()
-            self._stages[block] = Stage.SPECULATING
-            return block
-        return None
+        if stage is Stage.UPDATING or not self._speculate or not self._ready:
+            return None
+        if stage is Stage.SPECULATING and self._arrival[self._ready[-1]] < self._arrival[begun]:
+            return None
+        block = self._ready.pop()
+        self._stages[block] = Stage.SPECULATING
+        return block
 
     def wanted(self, block: int) -> bool:
         """Whether the update of a taken block should go on."""

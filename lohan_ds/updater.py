@@ -3,9 +3,10 @@ chunk by chunk over the store.
 
 [Note: the update]
 *read c+1 | Adam on c | write c-1*, in a ring of chunk buffers and on across blocks, so host memory is O(chunk), not
-O(block), and the drives do not pause between blocks. In `deferred` mode that goes on while the next forward runs,
-which waits, block by block, for what it needs. In `eager` mode it begins in backward, on blocks with a shadow slot
-(see [Note: the protocol of a step] in step_protocol.py).
+O(block), and the drives do not pause between blocks. Between two chunks a block gives way to one that is needed
+earlier: else the next forward would wait for the rest of that one too before it can begin. In `deferred` mode that
+goes on while the next forward runs, which waits, block by block, for what it needs. In `eager` mode it begins in
+backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py).
 """
 from __future__ import annotations
 
@@ -188,25 +189,29 @@ class Updater:
 
     def _run(self) -> None:
         loading: deque[_Piece] = deque()
-        chunks: Iterator[_Piece] = iter(())
+        begun: list[tuple[_Job, Iterator[_Piece]]] = []   # with chunks yet to load; the last one goes on
         while True:
             while len(loading) < _NUM_LOADING:
+                job = self._take(begun[-1][0] if begun else None, wait=not loading and not begun)
+                if job is not None:
+                    begun.append((job, self._issue(job)))
+                if not begun:
+                    break
+                job, chunks = begun[-1]
                 piece = next(chunks, None)
                 if piece is not None:
                     loading.append(piece)
-                    continue
-                job = self._take(wait=not loading)
-                if job is None:
-                    break
-                chunks = self._issue(job)
+                if job.all_issued:
+                    begun.pop()
             if not loading:
                 return   # stopped while there was nothing to do
             self._process(loading.popleft())
 
-    def _take(self, wait: bool) -> _Job | None:
-        """The next block; without `wait`, or when stopping, None if there is none now."""
+    def _take(self, begun: _Job | None, wait: bool) -> _Job | None:
+        """The next block, one that goes before `begun`; without `wait`, or when stopping, None if there is none now."""
+        begun_index = None if begun is None else begun.update.block.index
         with self._condition:
-            while (block_index := self._protocol.take()) is None:
+            while (block_index := self._protocol.take(begun_index)) is None:
                 if self._stopping or self._error or not wait:
                     return None
                 self._condition.wait()
@@ -223,15 +228,17 @@ class Updater:
     def _issue(self, job: _Job) -> Iterator[_Piece]:
         """Starts loading one chunk after the other, for as long as the update is wanted."""
         block_index = job.update.block.index
-        for chunk, runs in _touched(job.update, every_chunk=self._shadow[block_index]):
-            if not self._wanted(job):
-                break
+        left = deque(_touched(job.update, every_chunk=self._shadow[block_index]))
+        while left and self._wanted(job):
+            chunk, runs = left.popleft()
             buffer = self._ring.acquire()
             load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
             job.num_open += 1
+            job.all_issued = not left   # at once: nobody may come back here for long, nor at all
             yield _Piece(job, chunk, runs, buffer, load)
-        job.all_issued = True
-        self._end_if_done(job)
+        if not job.all_issued:
+            job.all_issued = True
+            self._end_if_done(job)
 
     def _process(self, piece: _Piece) -> None:
         job, update = piece.job, piece.job.update
