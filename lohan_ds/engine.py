@@ -44,7 +44,7 @@ class LohanEngine(DeepSpeedEngine):
         self.__dict__["offload"] = None
         given = config_class._param_dict
         self.__dict__["lohan_config"] = parse(given)
-        ignored = ignored_keys(given)
+        ignored = [key for key in ignored_keys(given) if key != "zero_optimization.memory_efficient_linear"]   # ours
         if ignored:
             _announce(f"lohan does without these keys of the DeepSpeed config: {', '.join(ignored)}")
         config = effective_ds_config(given)
