@@ -28,6 +28,7 @@ class OneTrainingRun(RuleBasedStateMachine):
         self.running: dict[int, tuple] = {}   # block -> the update being made, by whether it is speculative
         self.shadow: dict[int, tuple] = {}    # block -> a whole speculative update
         self.grads = [0] * NUM_BLOCKS         # version of each block's gradients
+        self.begun: list[int] = []            # running blocks with chunks yet to load; the last one goes on
 
     # -- the training thread
 
@@ -84,28 +85,39 @@ class OneTrainingRun(RuleBasedStateMachine):
         self.shadow.clear()
         self.in_backward, self.step = False, self.step + 1
 
-    # -- the updating thread: one block at a time, but the next may be taken while the last one is written
+    # -- the updating thread: between two chunks a block that goes first interrupts the one under way
 
-    @precondition(lambda self: len(self.running) < 2)
+    @precondition(lambda self: len(self.running) < 3)
     @rule()
     def take(self):
-        block = self.protocol.take()
+        top = self.begun[-1] if self.begun else None
+        top_stage = None if top is None else self.protocol.stage(top)
+        block = self.protocol.take(top)
         waiting = [b for b in self.due if self.protocol.stage(b) is Stage.DUE]
         if block is None:
-            assert not waiting or any(self.protocol.stage(b) is Stage.DROPPED for b in self.due)
+            assert self.begun or not waiting or any(self.protocol.stage(b) is Stage.DROPPED for b in self.due)
             return
         assert block not in self.running, "taken again before its dropped update ended"
-        speculative = self.protocol.stage(block) is Stage.SPECULATING
-        if speculative:
-            assert SHADOWS[block] and not waiting and self.in_backward
+        assert top_stage is not Stage.DROPPED
+        if self.protocol.stage(block) is Stage.SPECULATING:
+            assert SHADOWS[block] and not waiting and self.in_backward and top_stage is not Stage.UPDATING
+            assert top_stage is not Stage.SPECULATING or self.complete.index(block) > self.complete.index(top)
             self.running[block] = (self.step, self.grads[block], "speculative")
         else:
+            if top_stage is Stage.UPDATING and self.due[top][0] == self.due[block][0]:
+                assert block < top, "interrupted for a later block"
             self.running[block] = (*self.due[block][:2], "decided")
+        self.begun.append(block)
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.begun)
+    @rule()
+    def all_chunks_loaded(self):
+        self.begun.pop()
+
+    @precondition(lambda self: set(self.running) - set(self.begun))
     @rule(data=st.data())
     def ended(self, data):
-        block = data.draw(st.sampled_from(sorted(self.running)))
+        block = data.draw(st.sampled_from(sorted(set(self.running) - set(self.begun))))
         made = self.running.pop(block)
         wanted = self.protocol.wanted(block)
         publish = self.protocol.ended(block)
@@ -137,6 +149,7 @@ class OneTrainingRun(RuleBasedStateMachine):
     def teardown(self):
         """Whatever happened: let run to its end, everything due is published and nothing else."""
         self.protocol.skip()
+        self.begun.clear()
         for _ in range(4 * NUM_BLOCKS):
             for block in sorted(self.running):
                 if self.protocol.ended(block):
@@ -181,6 +194,20 @@ def test_the_limit_stops_speculation_at_once_and_drops_what_is_under_way():
     assert protocol.take() == 1   # 2 comes after it in forward order anyway
     assert protocol.take() is None
     assert not protocol.ended(2) and protocol.take() == 2
+
+
+def test_a_block_that_goes_first_interrupts_one_under_way():
+    protocol = StepProtocol([True] * 4)
+    protocol.open_step(True, math.inf)
+    protocol.gradient_complete(3, 1.0)
+    assert protocol.take() == 3 and protocol.take(3) is None
+    protocol.gradient_complete(2, 1.0)
+    assert protocol.take(3) == 2 and protocol.take(2) is None   # newer
+    assert protocol.decide(True, [0, 2, 3]) == []
+    assert protocol.take(2) == 0 and protocol.take(0) is None   # due earlier in forward
+    for block in (0, 2, 3):
+        assert protocol.ended(block)
+    assert protocol.idle
 
 
 def test_a_spoiled_block_is_updated_after_the_decision_alone():
