@@ -106,9 +106,9 @@ def test_eager_case_that_does_not_speculate_is_found(monkeypatch):
 take = StepProtocol.take
 
 
-def take_only_due(protocol):
+def take_only_due(protocol, begun=None):
     protocol.stop_speculation()
-    return take(protocol)
+    return take(protocol, begun)
 
 
 def test_speculation_that_is_kept_when_it_must_not_is_found(monkeypatch):
