@@ -52,10 +52,12 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
-(torch.ones(64, 64) @ torch.ones(64, 64)).sum()
-base = rss().rss
 config = ds_config({"ssd_paths": [sys.argv[1]], "param_tier": "ssd", "optimizer_tier": "ssd", "chunk_bytes": "1MiB",
                     "host_memory": "300MB"}, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+with engine_for(nn.Sequential(nn.Linear(8, 8)), config) as engine:   # so that every module is imported
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+base = rss().rss
 with engine_for(Layers(), config) as engine:
     peaks, stop = [], threading.Event()
     def watch():
@@ -79,7 +81,7 @@ def test_resident_memory_is_what_is_planned(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     used, pool = map(int, done.stdout.split("USED")[1].split())
     resident = 4 * 4 * 1024 * 1024
-    assert used <= pool + resident + 120_000_000, (used, pool)   # Python modules that come later, activations
+    assert used <= pool + resident + 60_000_000, (used, pool)   # gradients and activations on their way, the heap
 
 
 def test_paths_on_drives_of_different_size_offer_what_even_striping_can_use(monkeypatch, tmp_path):
