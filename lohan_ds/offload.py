@@ -30,7 +30,6 @@ from lohan_ds.store.filenames import run_dir_name
 from lohan_ds.store.ssd_io import ThreadSsdIo
 
 logger = logging.getLogger(__name__)
-_DEFAULT_CHUNK_BYTES = 16 << 20
 _M_MMAP_THRESHOLD = -3   # of malloc.h
 
 
@@ -71,7 +70,7 @@ class Offload:
             streams.on_copy = self.recorder.copy_span
         self.io, run_dirs = None, []
         if "ssd" in self.plan.param_tier + self.plan.state_tier:
-            self.io = make_io(config.ssd_threads or 4)
+            self.io = make_io(config.with_defaults().ssd_threads)
             self.closers.append(self.io.close)
             if self.recorder is not None:
                 self.io.on_span = self.recorder.ssd_span
@@ -195,7 +194,7 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
              device: torch.device) -> tuple[ModelBlocks, object, Budgets]:
     """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
     works on meta tensors."""
-    chunk_bytes = config.chunk_bytes or _DEFAULT_CHUNK_BYTES
+    chunk_bytes = config.with_defaults().chunk_bytes
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(chunk_bytes))
     budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)))
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,

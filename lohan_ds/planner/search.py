@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
 from lohan_ds.block import PAGE_NUMEL, Block, chunk_numel_for
+from lohan_ds.config import AUTOMATIC
 from lohan_ds.errors import CapacityError
 from lohan_ds.plan import OffloadPlan, Tier, UpdateMode
 from lohan_ds.planner.memory_model import format_bytes, missing_bytes, needs, table, total_bytes
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 
 NUM_CHUNK_BUFFERS = 3               # read | Adam | write
-AUTO_CHUNK_BYTES = 16 * 2**20
-AUTO_PREFETCH_DEPTH = 2             # units
+AUTO_CHUNK_BYTES = AUTOMATIC["chunk_bytes"]
+AUTO_PREFETCH_DEPTH = AUTOMATIC["prefetch_depth"]   # units
 AUTO_SHADOW_HOST_SHARE = 0.5        # of the host budget: automatic shadow slots are a luxury, not worth a tight one
 STATE_BYTES_PER_NUMEL = 12          # the inverse of chunk_numel_for: three fp32 arrays
 HALVINGS_PER_PREFETCHED_UNIT = 3    # shrink chunks to an eighth before giving up one unit of prefetch

@@ -253,7 +253,7 @@ def test_other_accumulation_types(dtype):
 
 @pytest.mark.parametrize("name", ["Adam", "adam", "AdamW", "ADAMW", "LoHanAdam", "auto", None])
 def test_supported_optimizers(name):
-    parse({"lohan": {}, "optimizer": {"type": name, "params": ADAMW["params"]}})
+    assert parse({"lohan": {}, "optimizer": {"type": name, "params": ADAMW["params"]}}) == LohanConfig()
 
 
 @pytest.mark.parametrize("name", ["Muon", "Lion", "Adafactor", "SGD", "Adagrad", "OneBitAdam", "Lamb", "MuAdamW"])
@@ -271,10 +271,11 @@ def test_optimizer_params():
 
 
 def test_usual_hugging_face_json():
-    parse({**HF_JSON, "lohan": {}})
-    parse({**HF_JSON, "lohan": {}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    assert parse({**HF_JSON, "lohan": {}}) == LohanConfig()
+    full = parse({**HF_JSON, "lohan": {}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
            "steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {"enabled": True},
            "zero_allow_untested_optimizer": True, "data_types": {"param_dtype": "bf16"}})
+    assert full == LohanConfig()
 
 
 # ---- ZeRO-Infinity's keys
