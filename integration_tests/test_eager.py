@@ -719,25 +719,28 @@ SABOTAGES = [None, never_waits_for_saves, never_flips, never_waits_for_the_publi
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: getattr(sabotage, "__name__", "none"))
 @DTYPE
 def test_one_forgotten_rule_gives_other_bits(sabotage, dtype, tmp_path, monkeypatch):
+    """Or bytes read while they are written, which the checksums find."""
     if sabotage is not None:
         sabotage(monkeypatch)
     use_doubles(monkeypatch, make_io=SlowWrites)
     twin = Twin(OddModel(), None, DTYPES[dtype], **LR)
-    with engine_for(OddModel(), engine_config(tmp_path, dtype, update="eager", chunk_bytes="24KiB")) as engine:
-        pair = Pair(engine, twin)
-        for step in range(4):
-            if sabotage is keeps_everything:
-                before_last_gradient(pair, lambda: finish_speculation(engine))
-            batch = lm_batch(131, seed=step)
-            loss = twin.micro_step(batch)
-            twin.clip = engine.optimizer.clip_grad = limits_of("last" if step % 2 else "never", twin, step)
-            ours = loss_of(engine, batch)
-            engine.backward(ours)
-            engine.step()
-            twin.step()
-            del loss
-        state = engine_state(engine)
-    assert bool(diff_bits(state, twin.state())) == (sabotage is not None)
+    state = None
+    with contextlib.suppress(StoreError) if sabotage is not None else contextlib.nullcontext():
+        with engine_for(OddModel(), engine_config(tmp_path, dtype, update="eager", chunk_bytes="24KiB")) as engine:
+            pair = Pair(engine, twin)
+            for step in range(4):
+                if sabotage is keeps_everything:
+                    before_last_gradient(pair, lambda: finish_speculation(engine))
+                batch = lm_batch(131, seed=step)
+                loss = twin.micro_step(batch)
+                twin.clip = engine.optimizer.clip_grad = limits_of("last" if step % 2 else "never", twin, step)
+                ours = loss_of(engine, batch)
+                engine.backward(ours)
+                engine.step()
+                twin.step()
+                del loss
+            state = engine_state(engine)
+    assert (state is None or bool(diff_bits(state, twin.state()))) == (sabotage is not None)
 
 
 class HeldRead(ThreadSsdIo):

@@ -126,7 +126,7 @@ class Offload:
         if values.numel() != info.numel:
             raise ValueError(f"{kind} of {info.name}: got {values.numel()} elements, needed {info.numel}")
         self.streamer.invalidate(block_index)
-        self.gradients.updater.spoil(block_index)
+        self.gradients.updater.spoil(block_index, wait=True)
         values = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32)
         if kind == "param":
             kind, values = "master", values.to(getattr(torch, block.dtype)).float()
@@ -141,7 +141,7 @@ class Offload:
         """User code changed a resident parameter. Where it did, the master follows; else it keeps its precision."""
         block = self.blocks[block_index]
         info = block.slots[slot]
-        self.gradients.updater.spoil(block_index)
+        self.gradients.updater.spoil(block_index, wait=True)
         if block.trainable and block.has_separate_master:
             old = self._read(block_index, slot, "param").reshape(-1)
             master = self._read(block_index, slot, "master").reshape(-1)

@@ -112,10 +112,15 @@ class Updater:
             self._protocol.gradient_complete(update.block.index, square_sum)
             self._condition.notify_all()
 
-    def spoil(self, block_index: int) -> None:
-        """Call *before* a block's gradients, parameters or state change: its speculation is dropped."""
+    def spoil(self, block_index: int, wait: bool = False) -> None:
+        """Call *before* a block's gradients, parameters or state change: its speculation is dropped.
+
+        `wait`: until nothing of it is being written any more; needed before the store is written to.
+        """
         with self._condition:
             self._protocol.spoil(block_index)
+            self._condition.wait_for(lambda: not wait or self._error is not None or self._stopping
+                                     or self._protocol.stage(block_index) is not Stage.DROPPED)
 
     def skip(self) -> None:
         """There is no update in this step."""

@@ -204,6 +204,8 @@ class GradientPipeline:
         """The last backward of a step begins. With `make_terms` blocks whose gradients are complete are updated in
         their shadow slots from now on, while the norm of what has arrived stays under `limit`."""
         self._terms = make_terms() if make_terms is not None else None
+        if self._terms is not None:
+            self._store.commit_edits()
         self.updater.open_step(self._terms is not None, limit)
 
     def _offer(self, block: Block, held: _HeldGradients) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from lohan_ds.block import DTYPE_BYTES, Block, Chunk
 from lohan_ds.plan import OffloadPlan
+from lohan_ds.store.checksums import Checksums
 from lohan_ds.store.filenames import block_file_name
-from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.store.ssd_io import OnPiece, SsdFile, ThreadSsdIo
 
 
 class BlockFiles:
@@ -30,6 +31,10 @@ class BlockFiles:
         else:
             self.num_arrays, self.itemsize = len(block.state_kinds), 4
         self._files: list[SsdFile | None] = [None] * num_dirs
+        self.checksums = Checksums(len(block.chunks), self.record_bytes(block.chunks[0]))
+
+    def record_bytes(self, chunk: Chunk) -> int:
+        return chunk.numel * self.num_arrays * self.itemsize
 
     def nbytes_in(self, directory: int) -> int:
         """Bytes of the file in the directory of that index."""
@@ -37,12 +42,13 @@ class BlockFiles:
         numel = sum(chunk.numel for chunk in self.block.chunks[first::self.num_dirs])
         return numel * self.num_arrays * self.itemsize
 
-    def open(self, io: ThreadSsdIo, run_dirs: Sequence[str]) -> None:
-        """Creates the files, none where a directory gets no chunk. StoreError from `io`; then call `close`."""
+    def open(self, io: ThreadSsdIo, run_dirs: Sequence[str], reopen: bool = False) -> None:
+        """Creates the files or opens those that are there, none where a directory gets no chunk. StoreError from `io`;
+        then call `close`."""
         for index, run_dir in enumerate(run_dirs):
             if nbytes := self.nbytes_in(index):
                 path = os.path.join(run_dir, block_file_name(self.block.index, self.kind, self.slot))
-                self._files[index] = io.open(path, nbytes)
+                self._files[index] = io.reopen(path, nbytes) if reopen else io.open(path, nbytes)
 
     def close(self, io: ThreadSsdIo) -> None:
         for file in self.files:
@@ -58,16 +64,23 @@ class BlockFiles:
         record_bytes = self.block.chunk_numel * self.num_arrays * self.itemsize  # of every chunk before this one
         return file, chunk.index // self.num_dirs * record_bytes
 
-    def ranges(self, array: int, start: int, numel: int) -> Iterator[tuple[SsdFile, int, int]]:
-        """(file, byte offset, bytes) of elements [start, start + numel) of one array, in order, cut at chunks."""
-        end = start + numel
+    def verifier(self, chunk: Chunk) -> OnPiece:
+        """Finds out whether a chunk's record is read as it was last written."""
+        return self.checksums.verifier(
+            chunk.index, f"{self.kind} of block {self.block.index} ({self.block.name}), chunk {chunk.index}, in "
+                         f"{self.record(chunk)[0].path} at offset {self.record(chunk)[1]}")
+
+    def covered(self, array: int, start: int, numel: int) -> Iterator[tuple[Chunk, int, int, int]]:
+        """(chunk, first byte in its record, first byte in the elements, bytes) of the elements [start, start + numel)
+        of one array, in order."""
+        end, done = start + numel, 0
         for chunk in self.block.chunks[start // self.block.chunk_numel:]:
             if chunk.start >= end:
                 return
             first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
-            file, offset = self.record(chunk)
-            yield file, offset + (array * chunk.numel + first - chunk.start) * self.itemsize, (
-                (last - first) * self.itemsize)
+            nbytes = (last - first) * self.itemsize
+            yield chunk, (array * chunk.numel + first - chunk.start) * self.itemsize, done, nbytes
+            done += nbytes
 
 
 def num_slots(block: Block, plan: OffloadPlan) -> int:

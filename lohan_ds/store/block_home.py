@@ -4,17 +4,17 @@ Used by BlockStore only, which sees to it that nobody reads what another writes.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lohan_ds.block import Block, Chunk, round_up
-from lohan_ds.memory.pinned_pool import PAGE_BYTES, PinnedPool
+from lohan_ds.block import Block, Chunk
+from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import BlockFiles
-from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
 
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -60,8 +60,9 @@ class BlockHome:
     def host_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._host_tensors())
 
-    def open(self, run_dirs: Sequence[str]) -> None:
-        """Takes memory and disk space. CapacityError, StoreError: call `close` then, as always."""
+    def open(self, run_dirs: Sequence[str], reopen: bool = False) -> None:
+        """Takes memory and disk space; with `reopen` the files are there. CapacityError, StoreError: call `close` then,
+        as always."""
         block = self.block
         where = f"of block {block.index}" + ("" if self.slot is None else f", slot {self.slot}")
         if self.param_files is None:
@@ -71,7 +72,7 @@ class BlockHome:
                 array = self._pool.alloc(block.numel * 4, f"{kind} {where}")
                 self.state.append(array.view(torch.float32))
         for files in self.all_files:
-            files.open(self._io, run_dirs)
+            files.open(self._io, run_dirs, reopen)
 
     def close(self) -> None:
         """Waits for the files' requests and closes them; frees the host tensors."""
@@ -103,8 +104,8 @@ class BlockHome:
         """From SSD into `out`, (numel,) block dtype. Does not block."""
         out_bytes, itemsize = out.detach().view(torch.uint8), self.param_files.itemsize
         return Work.all_of([
-            self._io.read(*self.param_files.record(chunk),
-                          out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
+            self._read(self.param_files, chunk,
+                       out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
             for chunk in self.block.chunks], value=out)
 
     def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome,
@@ -117,11 +118,11 @@ class BlockHome:
         state_arrays, params = self._views(chunk, buffer)
         reads = []
         if self.state_files is not None:
-            reads.append(self._io.read(*source.state_files.record(chunk), _record(state_arrays), for_step))
+            reads.append(self._read(source.state_files, chunk, _record(state_arrays), for_step))
         if self.block.has_separate_master:
             return ChunkArrays(*state_arrays, params), reads
         if self.param_files is not None:
-            reads.append(self._io.read(*source.param_files.record(chunk), params.view(torch.uint8), for_step))
+            reads.append(self._read(source.param_files, chunk, params.view(torch.uint8), for_step))
         return ChunkArrays(params, *state_arrays, None), reads
 
     @torch.no_grad()
@@ -140,27 +141,41 @@ class BlockHome:
         return self._write(chunk, list(arrays[1:3]), arrays.master, for_step)
 
     def read_range(self, kind: str, start: int, out: Tensor, buffer: Tensor | None) -> None:
-        """As BlockStore.read_array. `buffer`: uint8, of `chunk_bytes`, if anything lies on SSD. Blocks."""
+        """As BlockStore.read_array. `buffer`: uint8, of `chunk_bytes`, if anything lies on SSD. Blocks.
+
+        On SSD whole records are read, because only those can be checked.
+        """
         tensor, files, array = self._array(kind)
         if files is None:
             out.copy_(tensor[start:start + out.numel()])
             return
         out_bytes = out.detach().view(torch.uint8)
-        for first, last, file, offset in _byte_ranges(files, array, start, out.numel()):
-            out_bytes[first:last].copy_(self._read_pages(file, offset, last - first, buffer))
+        for chunk, in_record, in_out, nbytes in files.covered(array, start, out.numel()):
+            record = buffer[:files.record_bytes(chunk)]
+            self._read(files, chunk, record).wait()
+            out_bytes[in_out:in_out + nbytes].copy_(record[in_record:in_record + nbytes])
 
     def write_range(self, kind: str, start: int, values: Tensor, buffer: Tensor | None) -> None:
-        """As BlockStore.write_array: on SSD, pages that are changed in part are read first. Blocks."""
+        """As BlockStore.write_array: on SSD, records that are changed in part are read first. Blocks."""
         tensor, files, array = self._array(kind)
         if files is None:
             tensor[start:start + values.numel()].copy_(values)
             return
         value_bytes = values.detach().view(torch.uint8)
-        for first, last, file, offset in _byte_ranges(files, array, start, values.numel()):
-            self._read_pages(file, offset, last - first, buffer).copy_(value_bytes[first:last])
-            page_start = offset // PAGE_BYTES * PAGE_BYTES
-            page_end = round_up(offset + last - first, PAGE_BYTES)
-            self._io.write(file, page_start, buffer[:page_end - page_start]).wait()
+        for chunk, in_record, in_values, nbytes in files.covered(array, start, values.numel()):
+            record = buffer[:files.record_bytes(chunk)]
+            if nbytes < len(record):
+                self._read(files, chunk, record).wait()
+            record[in_record:in_record + nbytes].copy_(value_bytes[in_values:in_values + nbytes])
+            self._write_record(files, chunk, record).wait()
+
+    def copy_records(self, source: BlockHome, buffer: Tensor) -> None:
+        """Makes this slot, all of it on SSD, equal to `source`. Blocks."""
+        for ours, theirs in zip(self.all_files, source.all_files):
+            for chunk in self.block.chunks:
+                record = buffer[:ours.record_bytes(chunk)]
+                self._read(theirs, chunk, record).wait()
+                self._write_record(ours, chunk, record).wait()
 
     def array_dtype(self, kind: str) -> torch.dtype:
         """ValueError if the block has no such array."""
@@ -196,16 +211,16 @@ class BlockHome:
     def _write(self, chunk: Chunk, state_arrays: list[Tensor], params: Tensor, for_step: int | None = None) -> Work:
         writes = []
         if self.state_files is not None:
-            writes.append(self._io.write(*self.state_files.record(chunk), _record(state_arrays), for_step))
+            writes.append(self._write_record(self.state_files, chunk, _record(state_arrays), for_step))
         if self.param_files is not None:
-            writes.append(self._io.write(*self.param_files.record(chunk), params.view(torch.uint8), for_step))
+            writes.append(self._write_record(self.param_files, chunk, params.view(torch.uint8), for_step))
         return Work.all_of(writes)
 
-    def _read_pages(self, file: SsdFile, offset: int, nbytes: int, buffer: Tensor) -> Tensor:
-        """Reads the pages around a byte range to the start of `buffer`; the part of it that is the range."""
-        page_start = offset // PAGE_BYTES * PAGE_BYTES
-        self._io.read(file, page_start, buffer[:round_up(offset + nbytes, PAGE_BYTES) - page_start]).wait()
-        return buffer[offset - page_start:offset - page_start + nbytes]
+    def _read(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None) -> Work:
+        return self._io.read(*files.record(chunk), record, for_step, files.verifier(chunk))
+
+    def _write_record(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None) -> Work:
+        return self._io.write(*files.record(chunk), record, for_step, files.checksums.recorder(chunk.index))
 
     def _host_tensors(self) -> list[Tensor]:
         return self.state if self.params is None else [self.params, *self.state]
@@ -216,11 +231,3 @@ def _record(arrays: list[Tensor]) -> Tensor:
     first, last = arrays[0], arrays[-1]
     assert last.data_ptr() - first.data_ptr() == (len(arrays) - 1) * first.nbytes, "not the arrays of load_chunk"
     return first.as_strided((len(arrays) * first.numel(),), (1,)).view(torch.uint8)
-
-
-def _byte_ranges(files: BlockFiles, array: int, start: int, numel: int) -> Iterator[tuple[int, int, SsdFile, int]]:
-    """`files.ranges`, each with the bytes [first, last) that it is of the wanted elements."""
-    first = 0
-    for file, offset, nbytes in files.ranges(array, start, numel):
-        yield first, first + nbytes, file, offset
-        first += nbytes

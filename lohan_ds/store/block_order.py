@@ -18,6 +18,11 @@ two, it reads the current one and writes all of the other, the *shadow*, which `
 
 A read learns its slot from the publication it waited for, so it is of one slot as a whole, whatever is published
 while it is under way. Edits change the current slot in place, alone with the block, and leave it current.
+
+[Note: slots and commits] In a run with a name a slot may be what the last commit is of; see [Note: commits] in
+commits.py. `commit` is then the Work of the open commit. A slot becomes current as part of it (`_since`), and the slot
+that was current is free once it has ended: it counts as one more reader. An edit of a slot that became current under
+another commit goes to a copy in the other slot.
 """
 from __future__ import annotations
 
@@ -37,27 +42,37 @@ class UpdateSlots(NamedTuple):
     drained: Work  # done once nobody reads `target` any more
 
 
+class EditSlots(NamedTuple):
+    """Where an edit finds and leaves the bytes of a block."""
+    source: int    # the slot with the values before
+    target: int    # the slot to leave all values in: the same one, or to be made a copy of it
+
+
 class BlockOrder:
     """Any thread. All fields but `_what` and `has_shadow` are under `_lock`; no Work is finished and nothing waits
     under it."""
 
-    def __init__(self, what: str, num_slots: int = 1):
+    def __init__(self, what: str, num_slots: int = 1, current: int = 0, commit: Work | None = None):
+        """`current`: the slot that holds the block; `commit`: the open one, if it is to be written as part of it."""
         self._what = what  # for messages: "block 7"
         self.has_shadow = num_slots == 2
         self._lock = threading.Lock()
         self._updating = False
-        self._current = 0                    # the slot that is read; the other one, if any, is the shadow
-        self._published = Work.completed(0)  # of the slot, when the update under way is published; fails when it fails
+        self._current = current              # the slot that is read; the other one, if any, is the shadow
+        self._since = commit                 # the commit that `_current` became current with
+        self._commit: Work | None = None     # of the update under way
+        self._published = Work.completed(current)  # of the slot, when the update under way is published; or fails
         self._drained = Work.completed()     # finishes when the reads issued before the announcement have ended
         self._shadow_drained = Work.completed()  # finishes when the reads of the shadow have ended
         self._reads: set[Work] = set()       # one for each read that has not ended; none of them ever fails
 
-    def announce(self) -> None:
-        """From now on reads wait for `publish`. Does not block."""
+    def announce(self, commit: Work | None = None, may_write: Work | None = None) -> None:
+        """From now on reads wait for `publish`. Does not block. `may_write`: writes of a block without shadow wait for
+        it too."""
         with self._lock:
             if self._updating:
                 raise AssertionError(f"{self._what}: update announced twice")
-            self._announce()
+            self._announce(commit, may_write)
 
     def publish(self) -> None:
         """The update is complete: its target is current from now on. Starts waiting reads, in this thread."""
@@ -99,11 +114,14 @@ class BlockOrder:
         with self._lock:
             return self._current
 
+    def published(self) -> Work:
+        """Of the slot, done while no update is under way; fails with a StepError if the last one failed."""
+        with self._lock:
+            return self._published
+
     def wait_published(self) -> None:
         """Blocks while an update is under way; StepError if the last one failed."""
-        with self._lock:
-            published = self._published
-        published.wait()
+        self.published().wait()
 
     def read(self, start: Callable[[int], Work]) -> Work:
         """Calls `start` with the slot to read when reads may start (here, or in the publishing thread); the work of
@@ -124,8 +142,9 @@ class BlockOrder:
             self._leave_read(token)
 
     @contextmanager
-    def editing(self, replaces_all: bool = False) -> Iterator[int]:
-        """For a synchronous write, in the body, of the slot it gives, the current one; blocks until it is alone.
+    def editing(self, replaces_all: bool = False, commit: Work | None = None,
+                may_write: Work | None = None) -> Iterator[EditSlots]:
+        """For a synchronous write, in the body, of the slot `target`; blocks until it is alone with that.
 
         An exception in the body leaves the block FAILED. A block that already is raises StepError unless the body
         `replaces_all` of it.
@@ -140,27 +159,31 @@ class BlockOrder:
                     raise
             with self._lock:
                 if not self._updating:
-                    self._announce()
-                    drained, slot = self._drained, self._current
+                    copies = self.has_shadow and commit is not self._since
+                    self._announce(commit, None if self.has_shadow else may_write)
+                    drained, slot = self._shadow_drained if copies else self._drained, self._current
                     break
         try:
             drained.wait()
-            yield slot
+            yield EditSlots(slot, 1 - slot if copies else slot)
         except BaseException as error:
             self.fail(error)
             raise
-        self._publish(flip=False)
+        self._publish(flip=copies)
 
-    def _announce(self) -> None:
-        self._updating = True
+    def _announce(self, commit: Work | None, may_write: Work | None) -> None:
+        self._updating, self._commit = True, commit
         self._published = Work()
-        self._drained = Work.all_of(self._reads)
+        self._drained = Work.all_of([*self._reads, *([] if may_write is None else [may_write])])
 
     def _publish(self, flip: bool) -> None:
         with self._lock:
             published = self._end_update()
             if flip:
-                self._current, self._shadow_drained = 1 - self._current, self._drained
+                free = [self._drained] if self._commit is None else [self._drained, self._commit]
+                self._current, self._shadow_drained = 1 - self._current, Work.all_of(free)
+                self._since = self._commit
+            self._commit = None
             slot = self._current
         published.finish(slot)
 

@@ -2,12 +2,14 @@
 
 It orders the operations on each block (see [Note: order of a block] in block_order.py); where each chunk lies is
 told by [Note: striping] in block_files.py. It is a store, not a cache: what it holds is the only copy, and nothing
-is removed before `close`. Blocks with a shadow slot ([Note: slots] in block_order.py) are held twice. One update of a
+is removed before `close`; in a run with a name not even then ([Note: commits] in commits.py). Blocks with a shadow slot
+([Note: slots] in block_order.py) are held twice. One update of a
 bf16 block with everything on SSD reads 12 and writes 14 bytes a parameter, of a float32 block 12 and 12, since there
 the param array is the master. A shadow slot changes nothing about that; in host RAM the update copies what it reads.
 """
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import num_slots, required_ssd_bytes
 from lohan_ds.store.block_home import BlockHome, ChunkArrays
-from lohan_ds.store.block_order import BlockOrder
+from lohan_ds.store.block_order import BlockOrder, EditSlots
+from lohan_ds.store.commits import Commits, Contents
+from lohan_ds.store.manifest import Manifest, check_same_model, describe, read_manifests
 from lohan_ds.store.run_dirs import RunDirs
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
@@ -38,10 +42,12 @@ class BlockStore:
     """
 
     def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None,
-                 run_dirs: Sequence[str]):
+                 run_dirs: Sequence[str], reopen: bool = False):
         """Takes all memory and disk space at once: CapacityError or StoreError, nothing kept, if one lacks.
 
         The SSD tier needs `io` and at least one run directory; they must not exist yet. Without it none is made.
+        `reopen`: they hold a run of a durable plan, which is opened as it was last committed (`last_commit`).
+        StoreError if it is of another model, damaged, in use, or (DirtyStore) was changed in place when it ended.
         """
         if any(block.index != place for place, block in enumerate(blocks)):
             raise AssertionError("blocks are not in the order of their index")
@@ -49,7 +55,11 @@ class BlockStore:
         if self.ssd_bytes and (io is None or not run_dirs):
             raise ValueError(f"the plan puts {self.ssd_bytes} bytes on SSD, but there is no I/O or no directory")
         self._pool = pool
+        self._plan = plan
         self._run_dirs: RunDirs | None = None
+        self._commits: Commits | None = None     # of a durable plan
+        self._edited = False                     # since the last commit
+        self._last_given: tuple[int, bytes] | None = None   # step and details of the last commit asked for
         self._staging: BufferRing | None = None  # one buffer for what is not aligned or not in fp32 yet
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-copy")  # of host params to readers
         self._shadow_copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-shadow")  # of what updates load
@@ -59,19 +69,45 @@ class BlockStore:
             names = [None] if num_slots(block, plan) == 1 else [0, 1]
             self._slots.append([BlockHome(block, plan, pool, io, len(run_dirs), name) for name in names])
         self._homes = [home for slots in self._slots for home in slots]
-        self._orders = [BlockOrder(f"block {block.index} ({block.name})", num_slots(block, plan)) for block in blocks]
+        self._orders: list[BlockOrder] = []
         try:
             if self.ssd_bytes:
                 needed_bytes = [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
                                 for directory in range(len(run_dirs))]
-                self._run_dirs = RunDirs(run_dirs, needed_bytes)
+                self._run_dirs = RunDirs.reopen(run_dirs) if reopen else RunDirs(run_dirs, needed_bytes)
                 staging_bytes = max(home.chunk_bytes for home in self._homes)
                 self._staging = BufferRing(pool, 1, staging_bytes, "staging buffer of the store")
+            if plan.durability != "none":
+                self._commits = Commits(io, run_dirs, self._contents)
+            current = self._load_commit(blocks) if reopen else [0] * len(blocks)
+            open_commit = None if reopen or self._commits is None else self._commits.open
+            self._orders += [
+                BlockOrder(f"block {block.index} ({block.name})", num_slots(block, plan), slot, open_commit)
+                for block, slot in zip(blocks, current)]
             for home in self._homes:
-                home.open(run_dirs)
+                home.open(run_dirs, reopen)
         except BaseException:
             self.close()
             raise
+
+    def _load_commit(self, blocks: Sequence[Block]) -> tuple[int, ...]:
+        """Sets the checksums of the last commit; by block, the slot it is in."""
+        manifest = read_manifests(self._run_dirs.paths)
+        if manifest is None:
+            raise StoreError(2, "there is no run", self._run_dirs.paths[0])
+        check_same_model(manifest, blocks)
+        if (manifest.chunk_numel, manifest.durability) != (self._plan.chunk_numel, self._plan.durability):
+            raise StoreError(22, f"the run was made with chunks of {manifest.chunk_numel} elements and durability "
+                                 f"{manifest.durability}, the plan has {self._plan.chunk_numel} and "
+                                 f"{self._plan.durability}", self._run_dirs.paths[0])
+        checksums = memoryview(self._commits.load())
+        commit = self._commits.last
+        self._last_given = commit.step, self._commits.details
+        for slots, slot in zip(self._slots, commit.slots):
+            for files in slots[slot].all_files:
+                files.checksums.set_bytes(checksums[:files.checksums.nbytes])
+                checksums = checksums[files.checksums.nbytes:]
+        return commit.slots
 
     # Whole blocks
 
@@ -83,8 +119,8 @@ class BlockStore:
         """
         slots, order = self._open_block(block_index)
         _check(slots[0].block, "params", params, slots[0].dtype, 0, slots[0].block.numel)
-        with order.editing(replaces_all=True) as slot, self._staged() as buffer:
-            slots[slot].initialise(params, buffer)
+        with self._editing(order, replaces_all=True) as where, self._staged() as buffer:
+            slots[where.target].initialise(params, buffer)
 
     def read_params(self, block_index: int, out: Tensor) -> Work:
         """Work of `out`, (numel,) block dtype, host, which then holds the params after the last announced update.
@@ -117,7 +153,12 @@ class BlockStore:
 
     def announce_update(self, block_index: int) -> None:
         """From now on reads of this block wait for its publication. Does not block."""
-        self._open_block(block_index)[1].announce()
+        order = self._open_block(block_index)[1]
+        self.commit_edits()
+        if self._commits is None:
+            order.announce()
+        else:
+            order.announce(self._commits.open, None if order.has_shadow else self._commits.mark_dirty())
 
     def publish(self, block_index: int) -> None:
         """All chunks are saved (their Works are done): reads may go on. Starts them, does not wait for them.
@@ -202,8 +243,10 @@ class BlockStore:
         """
         slots, order = self._open_block(block_index)
         _check(slots[0].block, kind, values, slots[0].array_dtype(kind), start)
-        with order.editing() as slot, self._staged() as buffer:
-            slots[slot].write_range(kind, start, values, buffer)
+        with self._editing(order) as where, self._staged() as buffer:
+            if where.target != where.source:
+                slots[where.target].copy_records(slots[where.source], buffer)
+            slots[where.target].write_range(kind, start, values, buffer)
 
     def array_view(self, block_index: int, kind: str, start: int, numel: int) -> Tensor | None:
         """The host tensor itself, (numel,) of the array's dtype; None when it lies on SSD. As `params_view`."""
@@ -211,11 +254,66 @@ class BlockStore:
         array = slots[order.current_slot()].host_array(kind)
         return None if array is None else array[start:start + numel]
 
+    # Commits, of a durable plan. Called from the thread that announces updates and edits.
+
+    def commit(self, step: int, details: bytes, clean: bool = False, last_checkpoint: str | None = None) -> Work:
+        """Makes everything announced and edited so far, once it is published, durable as the state of `step`.
+
+        Never blocks, except for the first one, with which a run begins. The Work fails, and the commit before stays,
+        with a StoreError or with what an update failed with. `details`: any bytes, to be found in `last_commit` after a
+        crash. With durability "in_place" only `clean` commits are made: ask for one when no update follows for a while.
+        """
+        self._last_given, first = (step, details), self._commits.last is None
+        if self._plan.durability == "in_place" and not (clean or first):
+            return Work.completed()
+        self._edited = False
+        published = Work.all_of([order.published() for order in self._orders])
+        if not first:
+            return self._commits.commit(step, details, published, last_checkpoint)
+        blocks = [slots[0].block for slots in self._slots]
+        self._commits.create(Manifest(run_id=uuid.uuid4().hex, directory=0, num_directories=len(self._run_dirs.paths),
+                                      durability=self._plan.durability, chunk_numel=self._plan.chunk_numel,
+                                      blocks=describe(blocks)))
+        durable = self._commits.commit(step, details, published, last_checkpoint)
+        durable.wait()
+        self._run_dirs.keep = True
+        return durable
+
+    @property
+    def last_commit(self) -> tuple[int, bytes] | None:
+        """Step and details of the last durable commit; None if the plan is not durable or before the first."""
+        if self._commits is None or self._commits.last is None:
+            return None
+        return self._commits.last.step, self._commits.details
+
+    def commit_edits(self) -> None:
+        """Before speculations: they write slots that edits have left, which are free only after a commit. Updates do it
+        by themselves. Does nothing if there was no edit, or the plan is not durable. Never blocks."""
+        if self._edited and self._last_given is not None:
+            self.commit(*self._last_given)
+
+    @contextmanager
+    def _editing(self, order: BlockOrder, replaces_all: bool = False) -> Iterator[EditSlots]:
+        if self._commits is None:
+            with order.editing(replaces_all) as where:
+                yield where
+            return
+        may_write = None if order.has_shadow else self._commits.mark_dirty()
+        with order.editing(replaces_all, self._commits.open, may_write) as where:
+            self._edited = True
+            yield where
+
+    def _contents(self) -> Contents:
+        slots = tuple(order.current_slot() for order in self._orders)
+        files = [files for homes, slot in zip(self._slots, slots) for files in homes[slot].all_files]
+        return Contents(slots, b"".join(f.checksums.to_bytes() for f in files),
+                        [file for f in files for file in f.files], self.bytes_written)
+
     # The whole
 
     @property
     def scratch_dir(self) -> str | None:
-        """A directory on an SSD that `close` removes with all that is in it; None without an SSD tier."""
+        """A directory on an SSD for files that their maker removes; None without an SSD tier."""
         return self._run_dirs.paths[0] if self._run_dirs is not None else None
 
     @property
@@ -234,7 +332,8 @@ class BlockStore:
         return sum(home.host_bytes for home in self._homes) + staging_bytes
 
     def close(self) -> None:
-        """Fails what waits for an update, waits for requests under way, removes files, directories, host tensors.
+        """Fails what waits for an update, waits for requests under way, removes files, directories, host tensors; those
+        of a run with a name stay as they were last committed.
 
         Idempotent. Tensors that the store handed out are void: do not have copies from them in flight.
         """
@@ -243,6 +342,8 @@ class BlockStore:
         self._closed = True
         for order in self._orders:
             order.abandon(_closed_error())
+        if self._commits is not None:
+            self._commits.close()
         self._copier.shutdown(wait=True)
         self._shadow_copier.shutdown(wait=True)
         for home in self._homes:

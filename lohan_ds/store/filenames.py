@@ -1,11 +1,13 @@
 """The names of all files and directories of a run, in one place.
 
-    <ssd_path>/lohan-<pid>-<token>/LOCK
-                                   block-0007.params
-                                   block-0007.state
-    with shadow slots, of trained blocks:
-                                   block-0007.params.0  block-0007.params.1
-                                   block-0007.state.0   block-0007.state.1
+    <ssd_path>/lohan-<pid>-<token>/     scratch of one process, or of a run that has a name:
+               lohan-run-<name>/LOCK
+                                MANIFEST.json                              what lies here, written once
+                                CURRENT.json  commit.0  commit.1           in the first directory: what is committed
+                                block-0007.params      block-0007.state
+               with shadow slots, of trained blocks:
+                                block-0007.params.0    block-0007.params.1
+                                block-0007.state.0     block-0007.state.1
 """
 from __future__ import annotations
 
@@ -13,16 +15,42 @@ import re
 
 KINDS = ("params", "state")
 LOCK = "LOCK"   # held by the process of the run
+MANIFEST = "MANIFEST.json"
+CURRENT = "CURRENT.json"
+NEW_SUFFIX = ".new"   # of what gets its name when it is complete
 DIRECT_PROBE_PREFIX = ".lohan-direct-probe-"  # of the short-lived file by which a directory is asked for O_DIRECT
+_NAMED_PREFIX = "lohan-run-"
 
 
 def run_dir_name(pid: int, token: str) -> str:
-    """Of one run's directory below an SSD path: `pid` tells whether its process still lives, `token` is unique."""
+    """Of one run's scratch directory below an SSD path: `pid` is for people, `token` is unique."""
     return f"lohan-{pid}-{token}"
 
 
 def is_run_dir_name(name: str) -> bool:
+    """Whether it is scratch: worth nothing once its process is gone."""
     return re.fullmatch(r"lohan-\d+-[0-9a-f]+", name) is not None
+
+
+def named_run_dir_name(run_name: str) -> str:
+    """Of a directory that outlives its process."""
+    return _NAMED_PREFIX + run_name
+
+
+def run_name_of(directory_name: str) -> str | None:
+    """The inverse of `named_run_dir_name`; None for anything else."""
+    name = directory_name.removeprefix(_NAMED_PREFIX)
+    return name if name != directory_name and is_run_name(name) else None
+
+
+def is_run_name(name: str) -> bool:
+    """Letters, digits, and ". _ -" inside: at most 64 characters, safe in a path."""
+    return re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", name) is not None
+
+
+def commit_file_name(number: int) -> str:
+    """Of the details of a commit; two take turns, so that the one CURRENT names is never written."""
+    return f"commit.{number % 2}"
 
 
 def block_file_name(block_index: int, kind: str, slot: int | None = None) -> str:

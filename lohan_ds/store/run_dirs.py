@@ -3,6 +3,9 @@
 A process that is killed with kill -9 leaves its files, but the kernel drops its lock on the file LOCK in each
 directory. So whoever can take that lock knows that the run is over, whatever its process id means by now. A new
 directory is locked under another name before it gets its own, so it is never met unlocked.
+
+Scratch is removed at the end, by its own process or by the next run. A run with a name stays: its directories hold the
+only copy of what was trained.
 """
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ import stat
 from collections.abc import Sequence
 
 from lohan_ds.errors import CapacityError, StoreError
-from lohan_ds.store.filenames import LOCK, is_run_dir_name
+from lohan_ds.store.filenames import LOCK, MANIFEST, NEW_SUFFIX, is_run_dir_name
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
 class RunDirs:
-    """Fixed after construction; `close` from any thread."""
+    """`keep`: whether `close` leaves the directories. All else is fixed after construction; `close` from any thread."""
 
     def __init__(self, paths: Sequence[str], needed_bytes: Sequence[int]):
-        """Creates the directories, mode 0700, all or none, after dead runs beside them were removed. `needed_bytes`:
-        of each directory's files. StoreError if one exists or cannot be made, CapacityError with needed and free
-        bytes if a drive has too little."""
+        """Creates the directories, mode 0700, all or none, after dead scratch beside them was removed. `needed_bytes`:
+        of each directory's files. StoreError if one exists (unless it is a run that never got its manifest) or cannot
+        be made, CapacityError with needed and free bytes if a drive has too little."""
+        self.keep = False
         self.paths: list[str] = []
         self._locks: list[int] = []
         for parent in dict.fromkeys(os.path.dirname(path) for path in paths):
@@ -40,29 +44,91 @@ class RunDirs:
             self.close()
             raise
 
+    @classmethod
+    def reopen(cls, paths: Sequence[str]) -> RunDirs:
+        """Directories that a run left. StoreError if one is not there, is not a directory of our own user, or is in
+        use by another process."""
+        dirs = cls.__new__(cls)
+        dirs.keep, dirs.paths, dirs._locks = True, [], []
+        try:
+            for path in paths:
+                check_own_directory(path)
+                dirs._locks.append(lock(path))
+                dirs.paths.append(path)
+        except BaseException:
+            dirs.close()
+            raise
+        return dirs
+
     def _make(self, path: str) -> None:
         try:
             if os.path.lexists(path):
-                raise FileExistsError(17, "File exists", path)
-            unnamed = path + ".new"
+                _remove_unfinished(path)
+            unnamed = path + NEW_SUFFIX
+            if os.path.lexists(unnamed):
+                _remove_unfinished(unnamed)
             os.makedirs(unnamed, mode=0o700)
             self.paths.append(unnamed)
-            lock = os.open(os.path.join(unnamed, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._locks.append(lock)
+            fd = os.open(os.path.join(unnamed, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._locks.append(fd)
             with contextlib.suppress(OSError):   # a file system without locks: the run is never taken for dead
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            os.write(fd, str(os.getpid()).encode())
             os.rename(unnamed, path)
             self.paths[-1] = path
         except OSError as error:
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(error.errno, f"cannot create the run directory: {error.strerror}", path) from error
 
     def close(self) -> None:
-        """Removes the directories with all that is in them; idempotent."""
-        for path in self.paths:
-            shutil.rmtree(path, ignore_errors=True)
-        for lock in self._locks:
-            os.close(lock)
+        """Removes the directories with all that is in them, unless they are to be kept; idempotent."""
+        if not self.keep:
+            for path in self.paths:
+                shutil.rmtree(path, ignore_errors=True)
+        for fd in self._locks:
+            os.close(fd)
         self.paths, self._locks = [], []
+
+
+def check_own_directory(path: str) -> None:
+    """StoreError unless `path` is a directory (not a symbolic link to one) that belongs to our user."""
+    try:
+        info = os.lstat(path)
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot open the run directory: {error.strerror}", path) from error
+    if not stat.S_ISDIR(info.st_mode):
+        raise StoreError(20, "refused as a run directory: it is no directory, or a symbolic link", path)
+    if info.st_uid != os.geteuid():
+        raise StoreError(1, f"refused as a run directory: it belongs to user id {info.st_uid}, this process to "
+                            f"{os.geteuid()}", path)
+
+
+def lock(path: str) -> int:
+    """Takes the lock of a run directory; the file descriptor that holds it. StoreError if another process has it."""
+    try:
+        fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(error.errno, f"no run directory, its lock file cannot be opened: {error.strerror}",
+                         path) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(fd, 20, 0).decode(errors="replace") or "unknown"
+        os.close(fd)
+        raise StoreError(error.errno, f"this run is in use by process {holder}: end that first, or choose another "
+                                      "lohan.run_name", path) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def _remove_unfinished(path: str) -> None:
+    """A run that died before its manifest was written has trained nothing. StoreError for any other."""
+    check_own_directory(path)
+    if not _is_dead(path) or os.path.lexists(os.path.join(path, MANIFEST)):
+        raise StoreError(17, "cannot create the run directory: File exists", path)
+    shutil.rmtree(path)
 
 
 def remove_dead_runs(parent: str) -> list[str]:
@@ -86,16 +152,16 @@ def _is_dead(path: str) -> bool:
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
         return False
     try:
-        lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False   # no run of this version
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:
         return False
     finally:
-        os.close(lock)
+        os.close(fd)
 
 
 def _check_free_space(run_dirs: Sequence[str], needed_bytes: Sequence[int]) -> None:

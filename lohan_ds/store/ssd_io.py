@@ -3,27 +3,35 @@
 It knows files, offsets and buffers, not what is in them. Direct I/O (no page cache) wherever the file system has
 it. A request is cut into pieces of at most 8 MiB, so that one large read keeps all threads, and the drive's queue,
 busy: 405 MB of a Llama-7B layer are 49 pieces.
+
+What is written is safe from a power failure only after `sync`. A sync that failed is never tried again: the kernel
+may have dropped the data and would then report success.
 """
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.store.direct_io import why_not_direct
+from lohan_ds.store.filenames import NEW_SUFFIX
 from lohan_ds.work import Work
 
 PIECE_BYTES = 8 << 20
 MAX_IDLE_RETRIES = 1000  # of EAGAIN without progress, 1 ms apart
+_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OnPiece = Callable[[int, memoryview], None]   # number of the piece within the request, its bytes
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,7 @@ class SsdFile:
         self.nbytes = nbytes      # fixed
         self.fd = fd              # -1 once closed
         self.num_pieces_in_flight = 0
+        self.unsynced = False     # written to since the last sync
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -51,6 +60,7 @@ class ThreadSsdIo:
     """
 
     on_span: Callable[[str, str, float, float, int, int | None], None] | None = None
+    stall_report_s = 30.0   # a request that takes longer is named, again and again until it ends
 
     def __init__(self, num_threads: int):
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan-ssd-io")
@@ -60,6 +70,10 @@ class ThreadSsdIo:
         self._direct_by_directory: dict[str, bool] = {}
         self._bytes_read = 0
         self._bytes_written = 0
+        self._in_flight: dict[int, tuple[str, float]] = {}   # by thread: what its system call is, and since when
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_for_stalls, name="lohan-ssd-watch", daemon=True)
+        self._watch.start()
 
     def open(self, path: str, nbytes: int) -> SsdFile:
         """Creates `path` (mode 0600, must not exist) with `nbytes` of disk space behind it. Blocks on the disk.
@@ -84,17 +98,75 @@ class ThreadSsdIo:
             os.unlink(path)
             raise
 
-    def read(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None) -> Work:
+    def reopen(self, path: str, nbytes: int) -> SsdFile:
+        """Opens a file that `open` made, of that size. StoreError if there is none or its size is another."""
+        direct = self._is_direct(os.path.dirname(path) or ".")
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        try:
+            fd = os.open(path, flags)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot open a file of {nbytes} bytes: {error.strerror}", path) from error
+        found_bytes = os.fstat(fd).st_size
+        if found_bytes != nbytes:
+            os.close(fd)
+            raise StoreError(errno.EIO, f"needed a file of {nbytes} bytes, got one of {found_bytes}", path)
+        file = SsdFile(path, fd, direct, nbytes)
+        with self._lock:
+            self._files.add(file)
+        return file
+
+    def read(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None,
+             on_piece: OnPiece | None = None) -> Work:
         """Fills `buffer` (contiguous uint8, host) from byte `offset`; Work of `buffer`, or of a StoreError.
 
         Does not block. The buffer is not to be touched until the work is done. Overlapping requests in flight are
         not ordered. ValueError for a request outside the file, or unaligned on a direct one. `for_step`: for `on_span`.
+        `on_piece`: called in the I/O threads with each piece of PIECE_BYTES (the last may be smaller) when it has been
+        read; what it raises the work fails with.
         """
-        return self._submit(file, offset, buffer, self._read_piece, for_step)
+        return self._submit(file, offset, buffer, self._read_piece, for_step, on_piece)
 
-    def write(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None) -> Work:
-        """Writes all of `buffer` at byte `offset`; as `read` otherwise. Done means handed to the drive, not synced."""
-        return self._submit(file, offset, buffer, self._write_piece, for_step)
+    def write(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None,
+              on_piece: OnPiece | None = None) -> Work:
+        """Writes all of `buffer` at byte `offset`; as `read` otherwise. Done means handed to the drive, not synced.
+        `on_piece`: called with each piece before it is written."""
+        return self._submit(file, offset, buffer, self._write_piece, for_step, on_piece)
+
+    def sync(self, files: Iterable[SsdFile]) -> Work:
+        """Work that is done when all that has been written to `files` before is safe; StoreError if that failed.
+
+        One request per file written to since its last sync; the drive merges those that come together.
+        """
+        works = []
+        with self._lock:
+            self._check_open("sync")
+            for file in files:
+                if file.unsynced and file.fd >= 0:
+                    file.unsynced = False
+                    file.num_pieces_in_flight += 1
+                    works.append(Work.of_future(self._executor.submit(self._sync_file, file)))
+        return Work.all_of(works)
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        """Writes a small file, mode 0600, so that after a crash `path` holds all of the old or all of the new, and
+        after this call the new. Blocks on the disk. StoreError, the old file untouched, with needed and free bytes."""
+        unnamed = path + NEW_SUFFIX
+        try:
+            self._write_synced(unnamed, data)
+            self._rename(unnamed, path)
+            self.sync_directory(os.path.dirname(path))
+        except OSError as error:
+            free = f", free {_free_bytes(path)}" if error.errno in _SPACE_ERRORS else ""
+            raise StoreError(error.errno, f"cannot write: {error.strerror}; needed {len(data)} bytes{free}",
+                             path) from error
+
+    def sync_directory(self, path: str) -> None:
+        """Makes the names in a directory safe. Blocks on the disk. OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def close_file(self, file: SsdFile) -> None:
         """Waits for the file's requests, then closes it; the file stays on disk. Idempotent."""
@@ -109,6 +181,8 @@ class ThreadSsdIo:
         """Waits for all requests made so far, then ends the threads and closes all files. Idempotent."""
         with self._lock:
             self._closed = True
+        self._ended.set()
+        self._watch.join()
         self._executor.shutdown(wait=True)
         for file in list(self._files):
             self.close_file(file)
@@ -128,8 +202,24 @@ class ThreadSsdIo:
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         return os.pwritev(fd, [view], offset)
 
-    def _submit(self, file: SsdFile, offset: int, buffer: torch.Tensor, piece_fn: Callable,
-                for_step: int | None) -> Work:
+    def _fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def _write_synced(self, path: str, data: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view):]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def _submit(self, file: SsdFile, offset: int, buffer: torch.Tensor, piece_fn: Callable, for_step: int | None,
+                on_piece: OnPiece | None) -> Work:
         nbytes = buffer.numel()
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"{file.path}: needs a contiguous uint8 buffer, got {buffer.dtype} {tuple(buffer.shape)}")
@@ -147,46 +237,81 @@ class ThreadSsdIo:
                 raise StoreError(errno.EBADF, f"{nbytes} bytes at offset {offset} of a file that is closed", file.path)
             starts = range(0, nbytes, PIECE_BYTES)
             futures = []
-            for start in starts:
+            for number, start in enumerate(starts):
+                check = None if on_piece is None else functools.partial(on_piece, number)
                 futures.append(self._executor.submit(self._run_piece, piece_fn, file, view[start:start + PIECE_BYTES],
-                                                     offset + start, for_step))
+                                                     offset + start, for_step, check))
                 file.num_pieces_in_flight += 1   # after: at interpreter exit submit raises; the piece needs our lock
         return Work.all_of([Work.of_future(future, holds=buffer) for future in futures], value=buffer)
 
-    def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int,
-                   for_step: int | None) -> None:
+    def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int, for_step: int | None,
+                   on_piece: Callable[[memoryview], None] | None) -> None:
         try:
             if self.on_span is None:
-                piece_fn(file, view, offset)
+                piece_fn(file, view, offset, on_piece)
             else:
                 start = time.perf_counter()
-                piece_fn(file, view, offset)
+                piece_fn(file, view, offset, on_piece)
                 self.on_span("read" if piece_fn == self._read_piece else "write", file.path, start,
                              time.perf_counter(), len(view), for_step)
         finally:
-            with self._lock:
-                file.num_pieces_in_flight -= 1
-                if file.num_pieces_in_flight == 0:
-                    self._lock.notify_all()
+            self._leave(file)
 
-    def _read_piece(self, file: SsdFile, view: memoryview, offset: int) -> None:
+    def _leave(self, file: SsdFile) -> None:
+        with self._lock:
+            file.num_pieces_in_flight -= 1
+            if file.num_pieces_in_flight == 0:
+                self._lock.notify_all()
+
+    def _read_piece(self, file: SsdFile, view: memoryview, offset: int, on_piece) -> None:
         got_bytes = self._transfer("read", self._pread, file, view, offset)
+        if on_piece is not None:
+            on_piece(view)
         with self._lock:
             self._bytes_read += got_bytes
             file.bytes_read += got_bytes
 
-    def _write_piece(self, file: SsdFile, view: memoryview, offset: int) -> None:
+    def _write_piece(self, file: SsdFile, view: memoryview, offset: int, on_piece) -> None:
+        if on_piece is not None:
+            on_piece(view)
+        file.unsynced = True
         got_bytes = self._transfer("write", self._pwrite, file, view, offset)
         with self._lock:
             self._bytes_written += got_bytes
             file.bytes_written += got_bytes
+
+    def _sync_file(self, file: SsdFile) -> None:
+        try:
+            with self._watched(f"sync of {file.path}"):
+                self._fdatasync(file.fd)
+        except OSError as error:
+            raise StoreError(error.errno, f"sync failed: {error.strerror}", file.path) from error
+        finally:
+            self._leave(file)
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._in_flight[thread] = what, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._in_flight[thread]
+
+    def _watch_for_stalls(self) -> None:
+        while not self._ended.wait(self.stall_report_s / 2):
+            for what, since in list(self._in_flight.values()):
+                waited_s = time.monotonic() - since
+                if waited_s > self.stall_report_s:
+                    logger.warning("a drive does not answer: %s has been waiting for %.0f s", what, waited_s)
 
     def _transfer(self, verb: str, syscall: Callable, file: SsdFile, view: memoryview, offset: int) -> int:
         """Repeats `syscall` until all of `view` is moved; returns its length. StoreError if that cannot be."""
         done, idle_retries = 0, 0
         while done < len(view):
             try:
-                moved = syscall(file.fd, view[done:], offset + done)
+                with self._watched(f"{verb} of {len(view) - done} bytes at offset {offset + done} of {file.path}"):
+                    moved = syscall(file.fd, view[done:], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -249,6 +374,6 @@ def _no_space(path: str, nbytes: int, error: OSError) -> StoreError:
 
 def _failure(verb: str, path: str, offset: int, got_bytes: int, needed_bytes: int, number: int,
              reason: str | None) -> StoreError:
-    free = f", free {_free_bytes(path)}" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+    free = f", free {_free_bytes(path)}" if number in _SPACE_ERRORS else ""
     return StoreError(number, f"{verb} failed: {reason}; offset {offset}, got {got_bytes} of {needed_bytes} bytes "
                               f"needed{free}", path)

@@ -231,7 +231,7 @@ def test_sizes_are_exact(tmp_path):
               _block(2, "float16", [3000], trainable=False)]
     with _store(tmp_path, blocks, "ssd", "ssd", num_dirs=3) as store:
         on_disk = sum(os.path.getsize(os.path.join(run_dir, name))
-                      for run_dir in store.run_dirs for name in os.listdir(run_dir))
+                      for run_dir in store.run_dirs for name in os.listdir(run_dir) if name != LOCK)
         assert on_disk == store.ssd_bytes == sum(block.param_bytes + block.state_bytes for block in blocks)
         assert store.chunk_buffer_bytes == 16384 * 14
         assert store.host_bytes == store.pool.budget.used_bytes == store.chunk_buffer_bytes
