@@ -1,7 +1,11 @@
-"""Step time of serial, deferred and eager against the formulas of the design: timed sleep for compute, a paced drive.
+"""Step time of every update order against the formulas of the design: timed sleep for compute, a paced drive.
 
-    python -m integration_tests.bench_overlap [--case ssd|balanced|compute] [--mode serial|deferred|eager] [--steps 6]
-        [--rounds 2] [--chunk-bytes 128KiB] [--fetch-first] [--trace DIR]
+    python -m integration_tests.bench_overlap [--case ssd|balanced|compute] [--mode MODE] [--steps 6] [--rounds 2]
+        [--chunk-bytes 128KiB] [--trace DIR]
+
+Modes: serial; barrier (LoHan's own order: in backward, oldest gradient first, and the next forward waits for all);
+deferred, with nothing read ahead, and deferred+ahead, with optimizer state read in backward; oldest: eager, oldest
+first; eager.
 
 Bytes, threads, files and engine are real. Blocks are equal. T_f and T_b are what the model slept, S the bytes that
 moved in a step over the pace of the drive, which reads and writes share. Each engine's first step, in which it learns
@@ -11,70 +15,57 @@ the order, does not count. A ratio is printed only if all modes and rounds of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import itertools
 import os
-import queue
 import statistics
 import tempfile
-import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from integration_tests.doubles import engine_config
 from integration_tests.test_timing import PacedIo, update_bytes
+from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.step_summary import STALL_CAUSES
 from lohan_ds.testing.harness import engine_for
 
-MODES = ("serial", "deferred", "eager")
+MODES = ("serial", "barrier", "deferred", "deferred+ahead", "oldest", "eager")
+UPDATE = {"barrier": "eager", "deferred+ahead": "deferred", "oldest": "eager"}   # of the mode, where it is not its name
 NUM_BLOCKS, BLOCK_NUMEL, HIDDEN = 24, 65536, 64
 BYTES_PER_PARAM = 26 + 2 + 2   # update, fetches of forward and backward
 CASES = {"ssd": (0.4, 0.8, 1.8), "balanced": (0.4, 0.8, 1.2), "compute": (0.4, 0.8, 0.6)}   # nominal T_f, T_b, S
 
 
-class _PriorityPool:
-    """As ThreadPoolExecutor, but what is not for an update goes first."""
+class OldestFirst(StepProtocol):
+    """Speculates on the block whose gradients came first, and finishes it."""
 
-    def __init__(self, num_threads: int):
-        self._queue: queue.PriorityQueue = queue.PriorityQueue()
-        self._count = itertools.count()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, fn, *args) -> Future:
-        future: Future = Future()
-        self._queue.put((args[-1] is not None, next(self._count), future, fn, args))   # last: `for_step`
-        return future
-
-    def _work(self) -> None:
-        while (item := self._queue.get())[2] is not None:
-            _, _, future, fn, args = item
-            try:
-                result = fn(*args)
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-    def shutdown(self, wait: bool = True) -> None:
-        for _ in self._threads:
-            self._queue.put((2, next(self._count), None, None, None))
-        for thread in self._threads:
-            thread.join()
+    def gradient_complete(self, block: int, square_sum: float) -> None:
+        super().gradient_complete(block, square_sum)
+        if self._ready and self._ready[-1] == block:
+            self._ready.insert(0, self._ready.pop())
+            self._arrival[block] *= -1
 
 
-class FetchFirstIo(PacedIo):
-    """What if fetches of parameters passed the reads and writes of updates in the queue?"""
-
-    def __init__(self, num_threads, bytes_per_s):
-        super().__init__(num_threads, bytes_per_s)
-        self._executor.shutdown()
-        self._executor = _PriorityPool(num_threads)
+@contextlib.contextmanager
+def product_as(mode: str, bytes_per_s: float) -> Iterator[None]:
+    """The product's own code, with a paced drive and the update order of `mode`."""
+    import lohan_ds.engine
+    import lohan_ds.planner.search
+    import lohan_ds.updater
+    from lohan_ds.offload import Offload
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(patch.object(lohan_ds.engine, "Offload", functools.partial(
+            Offload, make_io=functools.partial(PacedIo, bytes_per_s=bytes_per_s))))
+        if mode in ("barrier", "oldest"):
+            undo.enter_context(patch.object(lohan_ds.updater, "StepProtocol", OldestFirst))
+        if mode != "deferred+ahead":
+            undo.enter_context(patch.object(lohan_ds.planner.search, "_num_read_ahead_chunks", lambda *_: 0))
+        yield
 
 
 class Sleeper:
@@ -149,57 +140,56 @@ class Figures:
         return self.all_bytes / len(self.step_s) - self.update_bytes_per_step
 
 
-def measure(mode: str, case: str, num_steps: int, trace_dir: str | None, figures: Figures, chunk_bytes: str,
-            io_class: type[PacedIo]) -> None:
+def measure(mode: str, case: str, num_steps: int, trace_dir: str | None, figures: Figures, chunk_bytes: str) -> None:
     forward_s, backward_s, ssd_s = CASES[case]
     bytes_per_s = NUM_BLOCKS * BLOCK_NUMEL * BYTES_PER_PARAM / ssd_s
-    import lohan_ds.engine
-    from lohan_ds.offload import Offload
     sleeper, x, losses = Sleeper(), torch.ones(2, HIDDEN, dtype=torch.bfloat16), []
-    with tempfile.TemporaryDirectory(prefix="bench_overlap_") as ssd:
+    with tempfile.TemporaryDirectory(prefix="bench_overlap_") as ssd, product_as(mode, bytes_per_s):
         trace = os.path.join(trace_dir or ssd, f"{case}_{mode}.json")   # also asks for a recorder
-        config = engine_config(ssd, "bf16", 1e6, update=mode, chunk_bytes=chunk_bytes, trace_path=trace)
-        plain, lohan_ds.engine.Offload = lohan_ds.engine.Offload, functools.partial(
-            Offload, make_io=functools.partial(io_class, bytes_per_s=bytes_per_s))
-        try:
-            manager = engine_for(SleepyModel(sleeper, forward_s, backward_s), config)
-            with manager as engine:
-                for step in range(num_steps + 1):
-                    slept, all_before = dict(sleeper.slept_s), engine.offload.store.bytes_read \
-                        + engine.offload.store.bytes_written
-                    moments, moved = [time.perf_counter()], [update_bytes(engine)]
-                    loss = engine(x)
-                    moments.append(time.perf_counter())
-                    moved.append(update_bytes(engine))
-                    engine.backward(loss)
-                    moments.append(time.perf_counter())
-                    moved.append(update_bytes(engine))
-                    engine.step()
-                    moments.append(time.perf_counter())
-                    moved.append(update_bytes(engine))
-                    losses.append(loss.item())
-                    if step == 0:
-                        continue
-                    summary = engine.offload.recorder.step_summary(0)
-                    figures.step_s.append(moments[-1] - moments[0])
-                    figures.all_bytes += engine.offload.store.bytes_read + engine.offload.store.bytes_written \
-                        - all_before
-                    for place, phase in enumerate(("forward", "backward", "step")):
-                        figures.phase_s[phase].append(moments[place + 1] - moments[place])
-                        figures.update_bytes[phase] += moved[place + 1] - moved[place]
-                    for phase in slept:
-                        figures.slept_s[phase].append(sleeper.slept_s[phase] - slept[phase])
-                    for cause in STALL_CAUSES:
-                        figures.stall_s[cause].append(summary.stall_s[cause])
-                    figures.num_speculated.append(summary.num_speculated)
-        finally:
-            lohan_ds.engine.Offload = plain
+        config = engine_config(ssd, "bf16", 1e6, update=UPDATE.get(mode, mode), chunk_bytes=chunk_bytes,
+                               trace_path=trace)
+        with engine_for(SleepyModel(sleeper, forward_s, backward_s), config) as engine:
+            for step in range(num_steps + 1):
+                slept, all_before = dict(sleeper.slept_s), engine.offload.store.bytes_read \
+                    + engine.offload.store.bytes_written
+                moments, moved = [time.perf_counter()], [update_bytes(engine)]
+                loss = engine(x)
+                moments.append(time.perf_counter())
+                moved.append(update_bytes(engine))
+                engine.backward(loss)
+                moments.append(time.perf_counter())
+                moved.append(update_bytes(engine))
+                engine.step()
+                if mode == "barrier":
+                    engine.offload.gradients.updater.drain()
+                moments.append(time.perf_counter())
+                moved.append(update_bytes(engine))
+                losses.append(loss.item())
+                if step == 0:
+                    continue
+                summary = engine.offload.recorder.step_summary(0)
+                figures.step_s.append(moments[-1] - moments[0])
+                figures.all_bytes += engine.offload.store.bytes_read + engine.offload.store.bytes_written \
+                    - all_before
+                for place, phase in enumerate(("forward", "backward", "step")):
+                    figures.phase_s[phase].append(moments[place + 1] - moments[place])
+                    figures.update_bytes[phase] += moved[place + 1] - moved[place]
+                for phase in slept:
+                    figures.slept_s[phase].append(sleeper.slept_s[phase] - slept[phase])
+                for cause in STALL_CAUSES:
+                    figures.stall_s[cause].append(summary.stall_s[cause])
+                figures.num_speculated.append(summary.num_speculated)
     figures.losses.append(losses)
 
 
 def formula(mode: str, forward_s: float, backward_s: float, ssd_s: float) -> float:
-    return {"serial": forward_s + backward_s + ssd_s, "deferred": backward_s + max(forward_s, ssd_s),
-            "eager": max(forward_s + backward_s, ssd_s)}[mode]
+    if mode == "serial":
+        return forward_s + backward_s + ssd_s
+    if mode == "barrier":
+        return forward_s + max(backward_s, ssd_s)
+    if mode.startswith("deferred"):
+        return backward_s + max(forward_s, ssd_s)
+    return max(forward_s + backward_s, ssd_s)
 
 
 def report(case: str, figures: dict[str, Figures]) -> None:
@@ -209,7 +199,7 @@ def report(case: str, figures: dict[str, Figures]) -> None:
     print(f"\n{case}: {NUM_BLOCKS} blocks of {BLOCK_NUMEL} parameters, drive {rate / 1e6:.1f} MB/s, "
           f"{len(next(iter(figures.values())).step_s)} steps per mode; losses "
           + ("the same in all modes and rounds" if same else "DIFFER: no ratios"))
-    print("mode     | s/step median (min-max) | formula | ratio | update bytes hidden (forward, backward) "
+    print("mode           | s/step median (min-max) | formula | ratio | update bytes hidden (forward, backward) "
           "| T_f    T_b    S      (update, fetch MB) | ratio, S of updates only | ratio, real compute")
     for mode, f in figures.items():
         forward_s, backward_s = (statistics.median(f.slept_s[phase]) for phase in ("forward", "backward"))
@@ -222,14 +212,14 @@ def report(case: str, figures: dict[str, Figures]) -> None:
         expected = [formula(mode, forward_s, backward_s, ssd_s), formula(mode, forward_s, backward_s, update / rate),
                     formula(mode, *real_s, ssd_s)]
         ratios = [f"{median / seconds:.3f}" if same else "  -  " for seconds in expected]
-        print(f"{mode:8} | {median:.3f} ({min(f.step_s):.3f}-{max(f.step_s):.3f})     | {expected[0]:.3f}   | "
+        print(f"{mode:14} | {median:.3f} ({min(f.step_s):.3f}-{max(f.step_s):.3f})     | {expected[0]:.3f}   | "
               f"{ratios[0]} | {sum(shares):6.1%} ({shares[0]:6.1%}, {shares[1]:6.1%})               "
               f"| {forward_s:.3f}  {backward_s:.3f}  {ssd_s:.3f}  ({update / 1e6:.1f}, {fetch / 1e6:.1f})        "
               f"| {ratios[1]}                    | {ratios[2]}")
     for mode, f in figures.items():
         phases = ", ".join(f"{phase} {statistics.median(seconds):.3f}" for phase, seconds in f.phase_s.items())
         stalls = ", ".join(f"{cause} {statistics.median(seconds):.3f}" for cause, seconds in f.stall_s.items())
-        print(f"  {mode:8}: {phases}; stalled: {stalls}; blocks speculated {statistics.median(f.num_speculated):g}",
+        print(f"  {mode:14}: {phases}; stalled: {stalls}; blocks speculated {statistics.median(f.num_speculated):g}",
               flush=True)
 
 
@@ -238,7 +228,6 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--chunk-bytes", default="128KiB", help="7 of the default make a block")
-    parser.add_argument("--fetch-first", action="store_true", help="what if fetches passed updates in the I/O queue")
     parser.add_argument("--steps", type=int, default=6, help="measured per engine")
     parser.add_argument("--rounds", type=int, default=2, help="engines per mode, the modes taking turns")
     parser.add_argument("--trace", help="a folder for the traces of the last round")
@@ -248,8 +237,7 @@ def main() -> None:
         figures = {mode: Figures() for mode in args.mode or MODES}
         for _ in range(args.rounds):
             for mode in figures:
-                measure(mode, case, args.steps, args.trace, figures[mode], args.chunk_bytes,
-                        FetchFirstIo if args.fetch_first else PacedIo)
+                measure(mode, case, args.steps, args.trace, figures[mode], args.chunk_bytes)
         report(case, figures)
 
 

@@ -13,6 +13,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -622,6 +623,47 @@ def test_fp16_with_a_dynamic_loss_scale(tmp_path, monkeypatch):
         pair.check()
 
 
+def current_bytes(pair: Pair) -> dict[str, bytes]:
+    """What lies on the SSD of the slots that hold the blocks."""
+    store = pair.engine.offload.store
+    files = [file for slots, order in zip(store._slots, store._orders)
+             for block_files in slots[order.current_slot()].all_files for file in block_files.files]
+    return {file.path: Path(file.path).read_bytes() for file in files}
+
+
+def test_fp16_overflow_in_the_last_gradient_to_come(tmp_path, monkeypatch):
+    """By then every other block is updated. Nothing moves, the scale halves, and training goes on (user case D36)."""
+    fp16 = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+    with fp16_pair(tmp_path, monkeypatch, 0.0, **fp16) as pair:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(pair.engine.optimizer, lambda step: 1 / (step + 1))
+        pair.engine.lr_scheduler = scheduler
+        pair.twin.scheduler = torch.optim.lr_scheduler.LambdaLR(pair.twin.optimizer, lambda step: 1 / (step + 1))
+        for number, batch in enumerate(batches_for(131, 23)):
+            pair.twin.loss_scale = scale = pair.engine.optimizer.loss_scale
+            overflows = number == 2
+            if overflows:
+                pair.engine.offload.gradients.updater.drain()
+                before, on_ssd, rate = engine_state(pair.engine), current_bytes(pair), pair.engine.get_lr()
+                hooks = [model.embed.weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), math.inf))
+                         for model in (pair.engine.module, pair.twin.model)]
+                before_last_gradient(pair, lambda: speculate(pair, NUM_BLOCKS - 1))
+            pair.micro_step(batch)
+            pair.step()
+            assert pair.engine.optimizer.overflow == overflows
+            if overflows:
+                for hook in hooks:
+                    hook.remove()
+                assert_same_bits(engine_state(pair.engine), before)
+                assert current_bytes(pair) == on_ssd and len(on_ssd) == 2 * NUM_BLOCKS
+                assert pair.engine.get_lr() == rate and pair.engine.skipped_steps == 1
+                assert pair.engine.optimizer.loss_scale == scale / 2
+                assert updates(pair)[1] == NUM_BLOCKS - 1
+            else:
+                pair.twin.scheduler.step()
+        assert set(pair.engine.optimizer.steps.values()) == {22} and pair.engine.skipped_steps == 1
+        pair.check()
+
+
 # -- automatic ---------------------------------------------------------------------------------------------------------
 
 
@@ -773,8 +815,8 @@ def test_slot_is_not_written_while_it_is_read(readers_are_waited_for, dtype, tmp
     """A read that lasts over a whole step: the slot it reads is the one that the next step's update writes."""
     if not readers_are_waited_for:
         update_slots = BlockOrder.update_slots
-        monkeypatch.setattr(BlockOrder, "update_slots", lambda self, speculative=False: update_slots(
-            self, speculative)._replace(drained=Work.completed()))
+        monkeypatch.setattr(BlockOrder, "update_slots", lambda self, *args: update_slots(
+            self, *args)._replace(drained=Work.completed()))
     use_doubles(monkeypatch, make_io=HeldRead)
     twin = Twin(OddModel(), None, DTYPES[dtype], **LR)
     with engine_for(OddModel(), engine_config(tmp_path, dtype, update="eager")) as engine:
@@ -946,5 +988,5 @@ def test_eager_updates_move_during_forward_and_backward(tmp_path, monkeypatch):
     assert figures["serial"][1:] == (0.0, 0.0, 1.0), "what this would show if eager ran serially"
     _, in_forward, in_backward, in_step = figures["eager"]
     assert in_forward + in_backward >= 0.8 and in_backward >= 0.25
-    assert figures["deferred"][2] < 0.1
-    assert figures["eager"][0] < 0.9 * figures["deferred"][0] < 0.9 * figures["serial"][0]
+    assert 0.25 < figures["deferred"][2] <= 12 / 26   # state read ahead; nothing is written before step()
+    assert max(figures["eager"][0], figures["deferred"][0]) < 0.8 * figures["serial"][0]

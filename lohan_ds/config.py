@@ -19,6 +19,7 @@ from pydantic import Field
 
 from lohan_ds.config_checks import check_ds_config, ignored_keys, is_automatic, is_off, refuse_unknown, translate
 from lohan_ds.errors import ConfigError
+from lohan_ds.run_name import is_run_name
 
 __all__ = ["LohanConfig", "parse", "effective_ds_config", "ignored_keys", "check_ssd_paths", "parse_bytes",
            "format_bytes", "config_table"]
@@ -73,6 +74,16 @@ class LohanConfig(pydantic.BaseModel):
     slots) that is dropped when the step turns out to be clipped; "deferred" while the next forward goes on, each
     block before it is used; "serial" inside `step()`. The results are the same. By default eager while none of the
     last 20 steps was clipped, else deferred; always deferred where shadow slots do not fit beside the rest."""
+
+    run_name: str | None = _setting("letters, digits, . _ -", "none")
+    """Makes the run survive its process: it stays on `ssd_paths` under this name, every step is committed, and the same
+    script started again goes on where it ended, also after a power failure. None by default: the data on the SSDs is
+    scratch, because only you know which starts belong together."""
+
+    durability: Literal["shadow", "in_place"] | None = _setting('"shadow" or "in_place"', "shadow if it fits")
+    """How a run with a name survives. "shadow": at its last committed step, whenever it ends; takes twice the space on
+    the SSDs and one sync per step. "in_place": where it ended, if in good order; after a crash only its last checkpoint
+    is left. By default shadow where the SSDs have room for it."""
 
     prefetch_depth: int | None = Field(None, ge=0, json_schema_extra={"what": "units", "automatic": "2"})
     """Units (layers) fetched ahead of the one that computes. By default 2: one in transfer, one ready. More needs
@@ -129,8 +140,28 @@ class LohanConfig(pydantic.BaseModel):
         wanting = [f"lohan.{name} is {getattr(self, name)!r}" for name in ("optimizer_tier", "param_tier")
                    if getattr(self, name) == "ssd"]
         wanting += [f"lohan.ssd_space is {self.ssd_space}"] if self.ssd_space is not None else []
+        wanting += [f"lohan.run_name is {self.run_name!r}"] if self.run_name is not None else []
         if wanting and not self.ssd_paths:
             raise ConfigError(f"lohan.ssd_paths: missing, and {wanting[0]}; name a directory on the SSD")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _can_survive(self) -> LohanConfig:
+        if self.run_name is None:
+            if self.durability is not None:
+                raise ConfigError(f"lohan.durability: {self.durability!r} needs lohan.run_name, by which the next "
+                                  "start finds the run")
+            return self
+        if not is_run_name(self.run_name):
+            raise ConfigError(f"lohan.run_name: got {self.run_name!r}; use 1 to 64 letters, digits, '.', '_' or '-', "
+                              "with a letter or digit at both ends")
+        for name in ("optimizer_tier", "param_tier"):
+            if getattr(self, name) == "host":
+                raise ConfigError(f'lohan.{name}: "host" does not survive a crash, and lohan.run_name is '
+                                  f"{self.run_name!r}; remove one of the two")
+        if self.durability == "in_place" and self.update == "eager":
+            raise ConfigError('lohan.update: "eager" needs shadow slots, which lohan.durability "in_place" does '
+                              "without; remove one of the two")
         return self
 
     def with_defaults(self) -> LohanConfig:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 
 import deepspeed
 import torch
@@ -17,6 +18,7 @@ from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
+from lohan_ds.run_state import RUN_MARK, pack_state, set_random_state, unpack_state
 from lohan_ds.step_summary import StepSummary
 from lohan_ds.zero_params import ZeroParams, convert_to_zero3, set_status
 
@@ -60,8 +62,12 @@ class LohanEngine(DeepSpeedEngine):
             if self.offload is not None:   # whatever failed after it: no thread and no file stays
                 self.offload.close()
             raise
-        if self.offload is not None and self.global_rank == 0:
-            _announce(self.offload.plan_table)
+        self.__dict__["random_state"] = None   # to be put back when training goes on
+        if self.offload is not None:
+            if self.global_rank == 0:
+                _announce(self.offload.plan_table)
+            if self.offload.is_durable:
+                self._begin_or_resume()
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -105,6 +111,24 @@ class LohanEngine(DeepSpeedEngine):
         return LohanOptimizer(offload, optimizer, self.gradient_clipping(), dtype, self.loss_scale(),
                               self.dynamic_loss_scale(), self.dynamic_loss_scale_args())
 
+    def _begin_or_resume(self) -> None:
+        """A run with a name: goes on after its last committed step, if it has one."""
+        offload, name = self.offload, self.lohan_config.run_name
+        if offload.resumed_details:
+            self.random_state = unpack_state(self, offload.resumed_details)
+            if self.global_rank == 0:
+                _announce(f"lohan: run {name!r} goes on after step {self.global_steps}")
+        elif self.global_rank == 0:
+            _announce(f"lohan: run {name!r} begins")
+        pack_state(self)   # refuses now what could not be kept later
+        engine = weakref.ref(self)
+        self.optimizer.commit_step = lambda: engine()._commit_step()
+
+    def _commit_step(self, checkpoint: str | None = None) -> None:
+        if self.offload is not None and self.offload.is_durable:
+            self.optimizer.is_committed = True
+            self.offload.commit(self.global_steps, pack_state(self), checkpoint)
+
     # -- running -------------------------------------------------------------------------------------------------
 
     def _forward_prologue(self, inputs, kwargs):
@@ -117,6 +141,9 @@ class LohanEngine(DeepSpeedEngine):
     def forward(self, *inputs, **kwargs):
         if self.offload is None:
             return super().forward(*inputs, **kwargs)
+        if self.random_state is not None and self.module.training:
+            set_random_state(self.random_state)
+            self.random_state = None
         self._enter_phase("forward")
         try:
             with self.offload.streamer.saved_tensors_hooks():
@@ -140,16 +167,18 @@ class LohanEngine(DeepSpeedEngine):
         self._enter_phase("other")
 
     def step(self, *args, **kwargs):
-        if self.offload is None or self.offload.recorder is None:
+        if self.offload is None:
             return super().step(*args, **kwargs)
         ends_step = self.is_gradient_accumulation_boundary()
         self._enter_phase("step")
         try:
             super().step(*args, **kwargs)
-            if ends_step:
+            if ends_step and self.offload.recorder is not None:
                 self.offload.end_step(self.global_steps)
         finally:
             self._enter_phase("other")
+            if not self.optimizer.is_committed:
+                self._commit_step()
 
     def backward(self, loss, **kwargs):
         if self.offload is None:
@@ -228,9 +257,20 @@ class LohanEngine(DeepSpeedEngine):
             elif strict:
                 raise ConfigError(f"the checkpoint has {name}, which this model has not")
 
-    def load_checkpoint(self, *args, **kwargs):
+    def load_checkpoint(self, load_dir, *args, **kwargs):
+        if os.path.exists(os.path.join(load_dir, RUN_MARK)):
+            return load_dir, {}   # stands for this run, which is there already
         self.reset_step()   # what was accumulated belongs to the state that is replaced
-        return super().load_checkpoint(*args, **kwargs)
+        result = super().load_checkpoint(load_dir, *args, **kwargs)
+        if result[0] is not None:
+            self.random_state = None
+            self._commit_step(result[0])
+        return result
+
+    def save_checkpoint(self, save_dir, *args, **kwargs):
+        result = super().save_checkpoint(save_dir, *args, **kwargs)
+        self._commit_step(os.path.abspath(save_dir))
+        return result
 
     def _save_zero_checkpoint(self, save_path, tag):
         if self.offload is not None:

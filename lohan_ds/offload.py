@@ -16,18 +16,21 @@ from torch import Tensor, nn
 
 from lohan_ds.block import Block, chunk_numel_for
 from lohan_ds.config import LohanConfig
+from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget, available_host_bytes
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks
-from lohan_ds.planner.search import PlanRequest, make_plan, plan_table
+from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
 from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.store.block_store import BlockStore
-from lohan_ds.store.filenames import run_dir_name
+from lohan_ds.store.filenames import named_run_dirs, run_dir_name
+from lohan_ds.store.manifest import read_manifests
 from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.updater import Updater
 
 logger = logging.getLogger(__name__)
 _M_MMAP_THRESHOLD = -3   # of malloc.h
@@ -44,11 +47,13 @@ class Offload:
                  set_status=lambda param, available: None, streams: Streams | None = None,
                  make_io=ThreadSsdIo, report: Callable[[str], None] | None = None):
         self.device = device
+        self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
         self.blocks = self.model_blocks.blocks
         self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
+        self._finish: Callable[[], None] | None = None   # the first of them, of a durable run
         self.recorder: Recorder | None = None   # None: nobody asked for a report or a trace
         if config.step_report or config.trace_path:
             self.recorder = Recorder(report if config.step_report else None, config.trace_path)
@@ -74,12 +79,21 @@ class Offload:
             self.closers.append(self.io.close)
             if self.recorder is not None:
                 self.io.on_span = self.recorder.ssd_span
-            run_dirs = [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
-                        for path in config.ssd_paths]
-        self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs)
+            run_dirs = (named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else
+                        [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
+                         for path in config.ssd_paths])
+        reopen = config.run_name is not None and read_manifests(run_dirs) is not None
+        self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs, reopen)
         self.closers.append(self.store.close)
         for block, params in zip(self.blocks, self.model_blocks.params):
-            self.store.write_initial(block.index, _take_values(block, params))
+            if reopen:
+                _drop_values(params)
+            else:
+                self.store.write_initial(block.index, _take_values(block, params))
+        if reopen:
+            self.resumed_details = self.store.last_commit[1]
+        elif self.is_durable:
+            self.store.commit(0, b"")
         _return_freed_memory()
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder)
         self.closers.append(self.gradients.close)
@@ -90,14 +104,33 @@ class Offload:
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
                                       self._on_edit, self.gradients.updater.check, set_status, self.recorder)
         self.streamer.attach()
+        if self.is_durable:
+            self._finish = functools.partial(_finish, self.gradients.updater, self.store)
+            self.closers.append(self._finish)
 
     def close(self) -> None:
         if self.streamer is not None and self.closers:
+            if self.closers[-1] is self._finish:
+                self.closers.pop()()   # before the update is stopped
             if self.recorder is not None:
                 _end_recording(self.recorder, self.gradients.updater)
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
         close_all(self.closers)
+
+    # -- runs with a name ----------------------------------------------------------------------------------------
+
+    @property
+    def is_durable(self) -> bool:
+        return self.plan.durability != "none"
+
+    def commit(self, step: int, details: bytes, checkpoint: str | None = None) -> None:
+        """`step` has been decided: once its updates are published, it is made durable. `checkpoint`: one was saved, and
+        the run is made durable before this returns; raises then what `Updater.check` does, or StoreError."""
+        durable = self.store.commit(step, details, clean=checkpoint is not None, last_checkpoint=checkpoint)
+        durable.on_done(lambda: durable.exception() is None or self.gradients.updater.fail(durable.exception()))
+        if checkpoint is not None:
+            durable.wait()
 
     # -- values by parameter -------------------------------------------------------------------------------------
 
@@ -164,6 +197,15 @@ class Offload:
                 "updates_dropped": self.gradients.updater.num_dropped}
 
 
+def _finish(updater: Updater, store: BlockStore) -> None:
+    """All that step() has decided becomes durable, unless something has failed: then what was committed stays."""
+    try:
+        updater.drain()
+        store.finish()
+    except (StoreError, StepError) as error:
+        logger.warning("the run ends at its last commit: %s", error)
+
+
 def _end_recording(recorder: Recorder, updater) -> None:
     recorder.end(updater.oldest_due_step())
 
@@ -194,17 +236,28 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
              device: torch.device) -> tuple[ModelBlocks, object, Budgets]:
     """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
     works on meta tensors."""
-    chunk_bytes = config.with_defaults().chunk_bytes
-    model_blocks = split_into_blocks(model, group_of, chunk_numel_for(chunk_bytes))
-    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)))
+    run_dirs = named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else []
+    existing = read_manifests(run_dirs) if run_dirs else None
+    chunk_bytes, durability = config.chunk_bytes, config.durability if config.run_name else "none"
+    if existing is not None:   # its files are as they are
+        chunk_bytes = existing.chunk_numel * STATE_BYTES_PER_NUMEL
+        if durability not in (None, existing.durability):
+            raise ConfigError(f'lohan.durability: got "{durability}", but the run {config.run_name!r} was begun with '
+                              f'"{existing.durability}"; keep that, or choose another lohan.run_name')
+        durability = existing.durability
+    cut_bytes = chunk_bytes or config.with_defaults().chunk_bytes
+    model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
+    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
+                           run_dirs if existing is not None else [])
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
-                          config.prefetch_depth, config.chunk_bytes, accumulation)
+                          config.prefetch_depth, chunk_bytes, accumulation, durability)
     plan, blocks = make_plan(_model_size(model_blocks), request, budgets)
     return model_blocks._replace(blocks=blocks), plan, budgets
 
 
-def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int) -> Budgets:
-    """What each tier offers. `model_bytes`: of the model's own tensors in RAM, which give way to the store."""
+def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int, own_dirs: Sequence[str] = ()) -> Budgets:
+    """What each tier offers. `model_bytes`: of the model's own tensors in RAM, which give way to the store. `own_dirs`:
+    what lies in them is this run's already."""
     unified = device.type == "cpu"
     if config.host_memory:
         host, host_source = config.host_memory, "lohan.host_memory"
@@ -219,6 +272,7 @@ def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int) ->
     ssd, ssd_source = 0, "no lohan.ssd_paths"
     if config.ssd_paths:
         ssd, ssd_source = int(0.95 * _free_ssd_bytes(config.ssd_paths)), "95 % of the free space of lohan.ssd_paths"
+        ssd += sum(entry.stat().st_size for path in own_dirs for entry in os.scandir(path))
         if config.ssd_space:
             ssd, ssd_source = config.ssd_space, "lohan.ssd_space"
     return Budgets(host, on_device, ssd, unified, host_source, device_source, ssd_source)
@@ -256,6 +310,13 @@ def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
         flat[slot.offset:slot.offset + slot.numel].copy_(source.detach().reshape(-1)[:slot.numel])
         source.data = torch.empty(0, dtype=source.dtype, device=source.device)
     return flat
+
+
+def _drop_values(params: Sequence[nn.Parameter]) -> None:
+    """As `_take_values`, of values that the store has already."""
+    for param in params:
+        source = _values_of(param)
+        source.data = torch.empty(0, dtype=source.dtype, device=source.device)
 
 
 def _return_freed_memory() -> None:

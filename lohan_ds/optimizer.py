@@ -70,9 +70,11 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.overflow = False
         self._global_grad_norm: float | None = None
         self._coalesce_grad_reduction = False
+        self.commit_step = lambda: None      # set by the engine of a durable run: makes the decided step durable
+        self.is_committed = True             # whether that has been called since the last step() was decided
         self.export_dir: str | None = None   # where a checkpoint passes state of the SSD tier through
         self._step_is_open = False                                    # its last backward has begun
-        self._clipped: deque[bool] = deque(maxlen=CLIP_HISTORY_STEPS)  # of the last steps, whether they were scaled
+        self.clip_history: deque[bool] = deque(maxlen=CLIP_HISTORY_STEPS)  # of the last steps, whether they were scaled
         self.steps: dict[tuple[int, int], int] = {}   # updates of each trained parameter so far, by (block, slot)
         self.places = sorted(((block.index, slot) for block in offload.blocks if block.trainable
                               for slot in range(len(block.slots))),
@@ -122,7 +124,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """The last backward of a step has begun. Speculates when it is asked for or, if it is left to us, when none
         of the last steps clipped."""
         mode, scale = self.offload.plan.update, self.loss_scale
-        speculate = mode == "eager" or (mode == "auto" and not any(self._clipped))
+        speculate = mode == "eager" or (mode == "auto" and not any(self.clip_history))
         limit = self.clip_grad * scale if self.clip_grad > 0 else math.inf
         self.offload.gradients.open_step((lambda: self._terms(1.0 / scale)) if speculate else None, limit)
 
@@ -168,9 +170,11 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         offload = self.offload
         self.optimizer._opt_called = True   # else torch's schedulers on the carrier warn that nobody steps
         offload.gradients.updater.check()
+        if not self.is_committed:   # step() was not called through the engine
+            self.commit_step()
         self._refuse_unfrozen()
         offload.streamer.release_all()   # first: what it refuses leaves the step as it was
-        self._step_is_open = False
+        self._step_is_open, self.is_committed = False, False
         scale = self.loss_scale
         norm = offload.gradients.norm()
         self.overflow = not math.isfinite(norm)
@@ -180,7 +184,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             offload.gradients.drop()
             return
         coefficient = clip_coefficient(norm, self.clip_grad, scale)
-        self._clipped.append(coefficient != 1.0 / scale)
+        self.clip_history.append(coefficient != 1.0 / scale)
         present = offload.gradients.present_slots()
         for block_index in offload.gradients.decide(self._terms(coefficient)):
             offload.streamer.block_changed(block_index)

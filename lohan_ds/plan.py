@@ -19,12 +19,14 @@ class ActivationPlan:
     """What becomes of what autograd saves from forward to backward. By default all of it stays where it is.
 
     An *item* is what one module of a unit produces: its output, and what its own code computes outside of its
-    children. Its name is the module's path inside the unit ("mlp.down_proj"); "" is the unit itself, and "input" are
-    the tensors that the unit is called with.
+    children. Its name is the module's path inside the unit ("mlp.down_proj"), "forward" for the unit's own code, and
+    "input" for the tensors that the unit is called with. Only what autograd saves takes space: an item that it does not
+    save costs nothing where it is kept, and is computed again where something after it is recomputed.
     """
     policies: tuple[tuple[tuple[str, ActivationPolicy], ...], ...] = ()
-    """(item, policy) of each unit, by unit index. A path that is not named does as its nearest parent, at last as "";
-    "input" does as "" where that swaps. What nobody names is kept. An input cannot be recomputed."""
+    """(item, policy) of each unit, by unit index. A path that is not named does as its nearest parent, at last as ""
+    (the whole unit), as "forward" does; "input" does as "" where that swaps. What nobody names is kept. An input cannot
+    be recomputed."""
     host_bytes: int = 0                # of host memory for "swap_host"; each item is rounded up to 4096
     ssd_bytes: int = 0                 # of SSD space for "swap_ssd", over all directories; likewise
     num_buffers: int = 0               # host buffers between device and SSD, at least 1 for "swap_ssd"
@@ -45,3 +47,4 @@ class OffloadPlan:
     shadow: bool = False               # every trained block has two slots, so an update can be dropped
     activations: ActivationPlan = ActivationPlan()
     durability: Durability = "none"    # any other needs every tier on SSD; "shadow" needs `shadow`
+    num_read_ahead_chunks: int = 0     # of optimizer state on SSD, read in backward when updates wait for step()

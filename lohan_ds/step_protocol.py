@@ -62,6 +62,11 @@ class StepProtocol:
     def stage(self, block: int) -> Stage:
         return self._stages[block]
 
+    @property
+    def speculates(self) -> bool:
+        """Whether blocks that get ready in the step that is open are updated in backward."""
+        return self._speculate
+
     # -- backward ------------------------------------------------------------------------------------------------
 
     def open_step(self, speculate: bool, limit: float) -> None:

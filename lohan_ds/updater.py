@@ -6,11 +6,13 @@ chunk by chunk over the store.
 O(block), and the drives do not pause between blocks. Between two chunks a block gives way to one that is needed
 earlier: else the next forward would wait for the rest of that one too before it can begin. In `deferred` mode that
 goes on while the next forward runs, which waits, block by block, for what it needs. In `eager` mode it begins in
-backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py).
+backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py). Where host memory is
+left over, `deferred` reads the state of the first blocks ahead in backward (read_ahead.py).
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -26,6 +28,7 @@ from lohan_ds.adam import AdamHyper, adam_update_
 from lohan_ds.block import Block, Chunk
 from lohan_ds.errors import StepError
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
+from lohan_ds.read_ahead import ReadAhead
 from lohan_ds.step_protocol import Stage, StepProtocol
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.work import Work
@@ -68,18 +71,20 @@ class _Piece(NamedTuple):
     runs: list[Run]
     buffer: Tensor            # (chunk_buffer_bytes,) uint8
     load: Work
+    release: Callable[[Tensor], None]   # where the buffer goes back to
 
 
 class Updater:
     """Called from the training thread and from the one that collects gradients; owns the updating thread.
 
-    Under `_condition`: protocol, `_recipes`, `_due`, the counters, `_error`. The rest is fixed, or belongs to the
-    updating thread, which calls `on_span` as (block's name, start, end of time.perf_counter, bytes, `for_step`) for
-    each chunk's Adam if somebody wants to know; it is set before the first step.
+    Under `_condition`: protocol, `_recipes`, `_due`, the counters, `_error`, `_ahead_orders`. The rest is fixed, or
+    belongs to the updating thread, which calls `on_span` as (block's name, start, end of time.perf_counter, bytes,
+    `for_step`) for each chunk's Adam if somebody wants to know; it is set before the first step.
     """
     on_span: Callable[[str, float, float, int, int | None], None] | None = None
 
-    def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int):
+    def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int,
+                 num_read_ahead_chunks: int = 0):
         self._store = store
         self._shadow = [store.has_shadow(block.index) for block in blocks]
         self._protocol = StepProtocol(self._shadow)
@@ -95,37 +100,59 @@ class Updater:
         self._scratch = pool.alloc(max(largest, 1) * 4, "gradient scratch of the update").view(torch.float32)
         self._ring = BufferRing(pool, num_chunk_buffers, max(store.chunk_buffer_bytes, 1),
                                 "chunk buffers of the update")
+        self._ahead = ReadAhead(blocks, store, pool, num_read_ahead_chunks, self._wake)   # of the updating thread
+        self._ahead_for_step: int | None = None
+        self._reading_ahead = False                  # in the step that is open
+        self._ahead_orders: deque[Callable[[], None]] = deque()   # for that thread, to be done before anything else
         self._thread = threading.Thread(target=self._loop, name="lohan-update", daemon=True)
         self._thread.start()
 
     # -- events of a step ----------------------------------------------------------------------------------------
 
-    def open_step(self, speculate: bool, limit: float) -> None:
-        """The last backward of a step begins; as `StepProtocol.open_step`."""
+    def open_step(self, speculate: bool, limit: float, for_step: int | None = None) -> None:
+        """The last backward of a step begins; as `StepProtocol.open_step`. While there is no speculation, state is read
+        ahead."""
         with self._condition:
             self._protocol.open_step(speculate, limit)
+            self._ahead_for_step, self._reading_ahead = for_step, False
+            self._read_ahead_if_idle()
+
+    def _read_ahead_if_idle(self) -> None:
+        if self._ahead.num_chunks and not self._reading_ahead and not self._protocol.speculates:
+            self._reading_ahead = True
+            self._ahead_orders.append(self._ahead.begin)
+            self._condition.notify_all()
 
     def gradient_complete(self, update: BlockUpdate, square_sum: float) -> None:
         """All gradients of a block are there; `update` is what its speculation would do."""
         with self._condition:
             self._recipes[update.block.index] = update
             self._protocol.gradient_complete(update.block.index, square_sum)
+            self._read_ahead_if_idle()
             self._condition.notify_all()
 
     def spoil(self, block_index: int, wait: bool = False) -> None:
         """Call *before* a block's gradients, parameters or state change: its speculation is dropped.
 
-        `wait`: until nothing of it is being written any more; needed before the store is written to.
+        `wait`: until nothing of it is being written or read ahead any more; needed before the store is written to.
         """
         with self._condition:
             self._protocol.spoil(block_index)
-            self._condition.wait_for(lambda: not wait or self._error is not None or self._stopping
-                                     or self._protocol.stage(block_index) is not Stage.DROPPED)
+            if not wait:
+                return
+            if self._ahead.num_chunks:
+                self._ahead_orders.append(functools.partial(self._ahead.drop, block_index))
+                self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._error is not None or self._stopping
+                or (not self._ahead_orders and self._protocol.stage(block_index) is not Stage.DROPPED))
 
     def skip(self) -> None:
         """There is no update in this step."""
         with self._condition:
             self._protocol.skip()
+            self._ahead_orders.append(self._ahead.end)
+            self._condition.notify_all()
 
     def decide(self, updates: Sequence[BlockUpdate], stands: bool) -> None:
         """step() happens: every block of `updates` (forward order) is updated. Reads of them wait from now on.
@@ -136,6 +163,7 @@ class Updater:
             self._store.announce_update(update.block.index)
         with self._condition:
             self._due.update((update.block.index, update.for_step) for update in updates)
+            self._ahead_orders.append(self._ahead.end)
             before = [self._protocol.stage(update.block.index) for update in updates]
             publish = self._protocol.decide(stands, [update.block.index for update in updates])
             for update, stage in zip(updates, before):
@@ -196,7 +224,7 @@ class Updater:
         loading: deque[_Piece] = deque()
         begun: list[tuple[_Job, Iterator[_Piece]]] = []   # with chunks yet to load; the last one goes on
         while True:
-            while len(loading) < _NUM_LOADING:
+            while len(loading) < min(_NUM_LOADING, self._ring.count):
                 job = self._take(begun[-1][0] if begun else None, wait=not loading and not begun)
                 if job is not None:
                     begun.append((job, self._issue(job)))
@@ -215,12 +243,34 @@ class Updater:
     def _take(self, begun: _Job | None, wait: bool) -> _Job | None:
         """The next block, one that goes before `begun`; without `wait`, or when stopping, None if there is none now."""
         begun_index = None if begun is None else begun.update.block.index
-        with self._condition:
-            while (block_index := self._protocol.take(begun_index)) is None:
+        while True:
+            self._obey_ahead_orders()
+            with self._condition:
+                block_index = self._protocol.take(begun_index)
+                if block_index is not None:
+                    return _Job(self._recipes.pop(block_index), self._protocol.stage(block_index) is Stage.SPECULATING)
                 if self._stopping or self._error or not wait:
                     return None
-                self._condition.wait()
-            return _Job(self._recipes.pop(block_index), self._protocol.stage(block_index) is Stage.SPECULATING)
+                if not self._ahead_orders and not self._ahead.advance(self._is_at_rest, self._ahead_for_step):
+                    self._condition.wait()
+
+    def _obey_ahead_orders(self) -> None:
+        while True:
+            with self._condition:
+                if not self._ahead_orders:
+                    self._condition.notify_all()
+                    return
+                order = self._ahead_orders[0]
+            order()   # may wait for a read
+            with self._condition:
+                self._ahead_orders.popleft()
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _is_at_rest(self, block_index: int) -> bool:
+        return self._protocol.stage(block_index) is Stage.IDLE and block_index not in self._due
 
     def _wanted(self, job: _Job) -> bool:
         if self._stopping:
@@ -236,11 +286,18 @@ class Updater:
         left = deque(_touched(job.update, every_chunk=self._shadow[block_index]))
         while left and self._wanted(job):
             chunk, runs = left.popleft()
-            buffer = self._ring.acquire()
-            load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
+            ahead = self._ahead.take(block_index, chunk)
+            if ahead is not None:
+                writable = self._store.writable(block_index, job.speculative)
+                load = writable.then(lambda _, load=ahead.load: load)
+                piece = _Piece(job, chunk, runs, ahead.buffer, load, self._ahead.release)
+            else:
+                buffer = self._ring.acquire()
+                load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
+                piece = _Piece(job, chunk, runs, buffer, load, self._ring.release)
             job.num_open += 1
             job.all_issued = not left   # at once: nobody may come back here for long, nor at all
-            yield _Piece(job, chunk, runs, buffer, load)
+            yield piece
         if not job.all_issued:
             job.all_issued = True
             self._end_if_done(job)
@@ -250,7 +307,7 @@ class Updater:
         arrays = piece.load.wait()
         job.num_open -= 1
         if not self._wanted(job):
-            self._ring.release(piece.buffer)
+            piece.release(piece.buffer)
             self._end_if_done(job)
             return
         start = time.perf_counter() if self.on_span is not None else 0.0
@@ -264,7 +321,7 @@ class Updater:
             state_bytes = 12 * sum(run.end - run.start for run in piece.runs)
             self.on_span(update.block.name, start, time.perf_counter(), state_bytes, update.for_step)
         save = self._store.save_chunk(update.block.index, piece.chunk, arrays, job.speculative, update.for_step)
-        save.on_done(lambda: self._ring.release(piece.buffer))
+        save.on_done(lambda: piece.release(piece.buffer))
         job.saves.append(save)
         self._end_if_done(job)
 
@@ -332,6 +389,7 @@ class Updater:
         self._thread.join()
         with self._condition:   # their end still needs the store
             self._condition.wait_for(lambda: not self._num_writing)
+        self._ahead.close()
         self._ring.close()
 
 

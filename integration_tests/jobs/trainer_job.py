@@ -1,9 +1,11 @@
 """A user's script with Hugging Face Trainer; it knows nothing of lohan. One argument: a JSON of what to do."""
 import json
+import os
+import signal
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 job = json.loads(sys.argv[-1])
 
@@ -17,6 +19,14 @@ class Batches(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+class KillAt(TrainerCallback):
+    """kill -9 right after a step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == job["kill_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 arguments = TrainingArguments(
     output_dir=job["out"], deepspeed=job["ds_config"], per_device_train_batch_size=2, gradient_accumulation_steps=4,
     max_steps=6, save_steps=3, eval_steps=3, eval_strategy="steps", logging_steps=1, learning_rate=1e-3,
@@ -25,6 +35,8 @@ arguments = TrainingArguments(
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
 trainer = Trainer(model=model, args=arguments, train_dataset=Batches(),
                   eval_dataset=torch.utils.data.Subset(Batches(), range(4)))
+if "kill_at" in job:
+    trainer.add_callback(KillAt())
 trainer.train(resume_from_checkpoint=job.get("resume"))
 trainer.save_model(job["out"] + "/final")
 kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")

@@ -21,6 +21,7 @@ PATCHES = {
     "deepspeed.runtime.zero.partition_parameters": "lohan_ds.integrations.deepspeed:patch_zero_init",
     "accelerate.utils.deepspeed": "lohan_ds.integrations.huggingface:patch_accelerate",
     "transformers.modeling_utils": "lohan_ds.integrations.huggingface:patch_transformers",
+    "transformers.trainer": "lohan_ds.integrations.huggingface:patch_trainer",
 }
 CONFIG_MODULE = "deepspeed.runtime.config"
 

@@ -38,3 +38,40 @@ def patch_transformers(module) -> None:
         original(self, config, *args, **kwargs)
 
     model_class.__init__ = admitted
+
+
+def patch_trainer(module) -> None:
+    """Trainer's counters, data and LR schedule follow a run with a name to its last committed step."""
+    trainer_class = module.Trainer
+    train, load = trainer_class.train, trainer_class._load_optimizer_and_scheduler
+    run_epoch = trainer_class._run_epoch
+
+    @functools.wraps(train)
+    def resumed(self, resume_from_checkpoint=None, *args, **kwargs):
+        if not self.is_deepspeed_enabled:
+            return train(self, resume_from_checkpoint, *args, **kwargs)
+        from lohan_ds.integrations import resuming
+        with resuming.run_as_checkpoint(self, resume_from_checkpoint) as checkpoint:
+            return train(self, checkpoint, *args, **kwargs)
+
+    @functools.wraps(load)
+    def scheduled(self, checkpoint):
+        if checkpoint is not None and self.is_deepspeed_enabled:
+            from lohan_ds.integrations import resuming
+            if resuming.is_run(checkpoint):
+                resuming.wind_scheduler(self)
+                return
+        load(self, checkpoint)
+
+    @functools.wraps(run_epoch)
+    def run_unless_finished(self, *args, resume_from_checkpoint=None, **kwargs):
+        if resume_from_checkpoint is not None and self.state.global_step >= self.state.max_steps:
+            from lohan_ds.integrations import resuming
+            if resuming.is_run(resume_from_checkpoint):   # Trainer would look only after one more step
+                self.control.should_training_stop = True
+                return None
+        return run_epoch(self, *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    trainer_class.train = resumed
+    trainer_class._run_epoch = run_unless_finished
+    trainer_class._load_optimizer_and_scheduler = scheduled

@@ -140,6 +140,12 @@ class BufferRing:
             self._give_up(waiter)
             raise
 
+    def try_acquire(self) -> torch.Tensor | None:
+        """As `acquire`, but None at once when none is free."""
+        with self._lock:
+            self._check_open()
+            return self._lend(self._free.popleft()) if self._free else None
+
     def release(self, buffer: torch.Tensor) -> None:
         """Gives a buffer back, to whoever has waited longest. Nothing may be in flight on it. Never blocks."""
         address = buffer.untyped_storage().data_ptr()

@@ -74,12 +74,19 @@ def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
     """Held gradients and the buffers of the pipeline read | Adam | write; all of it host memory."""
     trainable = [b for b in model.blocks if b.trainable]
     gradients = sum(b.numel * (4 if plan.accumulate_fp32 else DTYPE_BYTES[b.dtype]) for b in trainable)
-    on_ssd = [b for b in trainable if "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
-    record_bytes = max((_chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
+    record_bytes = update_buffer_bytes(model, plan)
     scratch_numel = max((min(plan.chunk_numel, b.numel) for b in trainable), default=0)
     return [Need("host", "gradients held until the update", gradients),
             Need("host", f"update buffers ({plan.num_chunk_buffers} chunks)", plan.num_chunk_buffers * record_bytes),
+            Need("host", f"state read ahead ({plan.num_read_ahead_chunks} chunks)",
+                 plan.num_read_ahead_chunks * record_bytes),
             Need("host", "fp32 gradient of one chunk", scratch_numel * 4)]
+
+
+def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:
+    """Of one chunk buffer of the update; 0 when no trained block is on SSD."""
+    on_ssd = [b for b in model.blocks if b.trainable and "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
+    return max((_chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
 
 
 def _chunk_record_bytes(block: Block, chunk_numel: int) -> int:

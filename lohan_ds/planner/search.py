@@ -14,14 +14,17 @@ from itertools import chain, combinations, product
 from lohan_ds.block import PAGE_NUMEL, Block, chunk_numel_for
 from lohan_ds.config import AUTOMATIC
 from lohan_ds.errors import CapacityError
-from lohan_ds.plan import OffloadPlan, Tier, UpdateMode
-from lohan_ds.planner.memory_model import format_bytes, missing_bytes, needs, table, total_bytes
+from lohan_ds.plan import Durability, OffloadPlan, Tier, UpdateMode
+from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, table, total_bytes,
+                                            update_buffer_bytes)
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 
 NUM_CHUNK_BUFFERS = 3               # read | Adam | write
 AUTO_CHUNK_BYTES = AUTOMATIC["chunk_bytes"]
 AUTO_PREFETCH_DEPTH = AUTOMATIC["prefetch_depth"]   # units
-AUTO_SHADOW_HOST_SHARE = 0.5        # of the host budget: automatic shadow slots are a luxury, not worth a tight one
+# Of the host budget: what is only for speed is not worth a tight one. Where the device has memory of its own, nothing
+# grows with the batch on the host.
+LUXURY_HOST_SHARE = {True: 0.5, False: 0.9}   # by `unified`
 STATE_BYTES_PER_NUMEL = 12          # the inverse of chunk_numel_for: three fp32 arrays
 HALVINGS_PER_PREFETCHED_UNIT = 3    # shrink chunks to an eighth before giving up one unit of prefetch
 # (param tier, state tier), best first. State moves first: it is 12 of 14 bytes per parameter. The last pair is
@@ -33,9 +36,16 @@ BUDGET_KEYS: dict[MemoryTier, str] = {
 SSD_LIMIT_KEY = "lohan.ssd_space"   # the SSD budget's source when the JSON limits it
 # What it costs the user to change a setting: lost overlap, then SSD traffic, then another batch layout.
 SETTING_COSTS = {"lohan.chunk_bytes": 1, "lohan.prefetch_depth": 2, "lohan.update": 4, "lohan.optimizer_tier": 8,
-                 "lohan.param_tier": 16, "gradient_accumulation_steps": 32}
+                 "lohan.param_tier": 16, "gradient_accumulation_steps": 32, "lohan.durability": 64}
 # Settings that decide how many bytes lie at rest, and where.
-AT_REST_SETTINGS = ("lohan.update", "lohan.optimizer_tier", "lohan.param_tier")
+AT_REST_SETTINGS = ("lohan.update", "lohan.optimizer_tier", "lohan.param_tier", "lohan.durability")
+# What survives, and what that costs.
+DURABILITIES: dict[Durability, str] = {
+    "none": "durability none (nothing on SSD outlives the process: no lohan.run_name)",
+    "shadow": "durability shadow (after a crash the run goes on at its last committed step, for a second copy on SSD "
+              "and one sync per step)",
+    "in_place": "durability in_place (the run goes on if it ended in good order; after a crash only its last "
+                "checkpoint is left, for no second copy)"}
 # What it costs to raise a budget, per byte: a number in the JSON, an SSD, RAM, a bigger device.
 RAISE_COSTS = {"json": 1, "ssd": 10, "host": 500, "device": 10000}
 
@@ -49,6 +59,7 @@ class PlanRequest:
     prefetch_depth: int | None    # units; None starts at 2 and goes down to 0 as needed
     chunk_bytes: int | None       # of a state record; None starts at 16 MiB and halves as needed
     accumulation: int             # micro-steps per step; more than 1 holds gradients in fp32
+    durability: Durability | None = "none"   # None: shadow if it fits, else in_place; both keep every tier on SSD
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,12 @@ def make_plan(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple
     plan = _first_fit(model, _space(request, budgets.ssd_bytes > 0), budgets)
     if plan is None:
         raise CapacityError(_explain(model, request, budgets))
-    if request.update in (None, "auto"):
+    if request.update in (None, "auto") and plan.shadow:
+        plan = replace(plan, update="auto")
+    elif request.update in (None, "auto") and plan.durability == "none":
         with_shadow = replace(plan, update="auto", shadow=True)
         plan = with_shadow if _leaves_room(model, with_shadow, budgets) else plan
+    plan = replace(plan, num_read_ahead_chunks=_num_read_ahead_chunks(model, plan, budgets))
     return plan, tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
 
 
@@ -87,7 +101,8 @@ def plan_table(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> str:
                 f"update {plan.update}, {'shadow slots yes, ' if plan.shadow else ''}"
                 f"prefetch_depth {plan.prefetch_depth} units, "
                 f"chunk_bytes {plan.chunk_numel * STATE_BYTES_PER_NUMEL}, "
-                f"gradients held in {'fp32' if plan.accumulate_fp32 else 'the parameters dtype'}")
+                f"gradients held in {'fp32' if plan.accumulate_fp32 else 'the parameters dtype'}, "
+                f"{DURABILITIES[plan.durability]}")
     return f"{headline}\n{table(needs(model, plan, budgets.unified), budgets)}"
 
 
@@ -127,24 +142,31 @@ class _Space:
     chunk_numels: tuple[int, ...]     # elements, falling
     accumulate_fp32: tuple[bool, ...]
     updates: tuple[UpdateMode, ...]   # "eager" comes with shadow slots
+    durabilities: tuple[Durability, ...]   # "shadow" too; "in_place" has none
 
     def plans(self, num_blocks: int) -> Iterator[OffloadPlan]:
         """Every plan, best first; tiers are tried before smaller chunks and less prefetch."""
         choices = product(range(len(self.accumulate_fp32)), range(len(self.depths)), range(len(self.chunk_numels)))
         settings = sorted(choices, key=lambda s: (s[0], HALVINGS_PER_PREFETCHED_UNIT * s[1] + s[2]))
         pairs = [pair for pair in TIER_PAIRS if pair[0] in self.param_tiers and pair[1] in self.state_tiers]
-        for update, (accumulate, depth, chunk), (param_tier, state_tier) in product(self.updates, settings, pairs):
+        for durability, update, (accumulate, depth, chunk), (param_tier, state_tier) in product(
+                self.durabilities, self.updates, settings, pairs):
+            if update == "eager" and durability == "in_place":
+                continue
             yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, update, self.depths[depth],
                               self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate],
-                              shadow=update == "eager")
+                              shadow=update == "eager" or durability == "shadow", durability=durability)
 
     def smallest(self) -> _Space:
         """Without the choices that only cost memory: needs grow with depth, chunk size and shadow slots."""
-        return replace(self, depths=self.depths[-1:], chunk_numels=self.chunk_numels[-1:], updates=self.updates[-1:])
+        durabilities = self.durabilities[:1] if self.updates == ("eager",) else self.durabilities[-1:]
+        return replace(self, depths=self.depths[-1:], chunk_numels=self.chunk_numels[-1:], updates=self.updates[-1:],
+                       durabilities=durabilities)
 
 
 def _space(request: PlanRequest, with_ssd: bool) -> _Space:
-    tiers: tuple[Tier, ...] = ("host", "ssd") if with_ssd else ("host",)
+    durable = request.durability != "none"
+    tiers: tuple[Tier, ...] = ("ssd",) if durable else ("host", "ssd") if with_ssd else ("host",)
     return _Space(
         param_tiers=tiers if request.param_tier is None else (request.param_tier,),
         state_tiers=tiers if request.optimizer_tier is None else (request.optimizer_tier,),
@@ -152,19 +174,22 @@ def _space(request: PlanRequest, with_ssd: bool) -> _Space:
         chunk_numels=(_chunk_numels_down(AUTO_CHUNK_BYTES) if request.chunk_bytes is None
                       else (chunk_numel_for(request.chunk_bytes),)),
         accumulate_fp32=(request.accumulation > 1,),
-        updates=("deferred",) if request.update in (None, "auto") else (request.update,))
+        updates=("deferred",) if request.update in (None, "auto") else (request.update,),
+        durabilities=("shadow", "in_place") if request.durability is None else (request.durability,))
 
 
 def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Space:
     """The space of `request` if the user let go of what it forces under `keys`."""
     space = _space(request, with_ssd)
-    tiers: tuple[Tier, ...] = ("host", "ssd") if with_ssd else ("host",)
+    tiers: tuple[Tier, ...] = ("host", "ssd") if with_ssd and request.durability == "none" else space.param_tiers
     if "lohan.chunk_bytes" in keys:
         space = replace(space, chunk_numels=_chunk_numels_down(request.chunk_bytes))
     if "lohan.prefetch_depth" in keys:
         space = replace(space, depths=_depths_down(request.prefetch_depth))
     if "lohan.update" in keys:
         space = replace(space, updates=("eager", "deferred"))
+    if "lohan.durability" in keys:
+        space = replace(space, durabilities=("shadow", "in_place"))
     if "lohan.optimizer_tier" in keys:
         space = replace(space, state_tiers=tiers)
     if "lohan.param_tier" in keys:
@@ -213,7 +238,18 @@ def _fits(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
 def _leaves_room(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
     """Fits, and leaves host memory for what nobody could count (activations where memory is shared, user data)."""
     host_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
-    return _fits(model, plan, budgets) and host_bytes <= AUTO_SHADOW_HOST_SHARE * budgets.host_bytes
+    return _fits(model, plan, budgets) and host_bytes <= LUXURY_HOST_SHARE[True] * budgets.host_bytes
+
+
+def _num_read_ahead_chunks(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> int:
+    """Of optimizer state on SSD, as many as there is host memory left over for."""
+    buffer_bytes = update_buffer_bytes(model, plan)
+    if plan.update == "serial" or not buffer_bytes or plan.state_tier[0] == "host":
+        return 0
+    used_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
+    free_bytes = LUXURY_HOST_SHARE[budgets.unified] * budgets.host_bytes - used_bytes
+    num_chunks = sum(-(-block.numel // plan.chunk_numel) for block in model.blocks if block.trainable)
+    return max(0, min(num_chunks, int(free_bytes // buffer_bytes)))
 
 
 def _changeable(request: PlanRequest, with_ssd: bool) -> tuple[str, ...]:
@@ -222,6 +258,7 @@ def _changeable(request: PlanRequest, with_ssd: bool) -> tuple[str, ...]:
     forced = {"lohan.chunk_bytes": request.chunk_bytes is not None,
               "lohan.prefetch_depth": bool(request.prefetch_depth),
               "lohan.update": request.update == "eager",
+              "lohan.durability": request.durability == "shadow",
               "lohan.optimizer_tier": request.optimizer_tier in movable,
               "lohan.param_tier": request.param_tier in movable,
               "gradient_accumulation_steps": request.accumulation > 1}
@@ -248,6 +285,8 @@ def _setting_changes(request: PlanRequest, plan: OffloadPlan) -> tuple[Change, .
         changes.append(Change("lohan.prefetch_depth", plan.prefetch_depth))
     if request.update == "eager" and plan.update != "eager":
         changes.append(Change("lohan.update", plan.update))
+    if request.durability == "shadow" and plan.durability != "shadow":
+        changes.append(Change("lohan.durability", plan.durability))
     if request.optimizer_tier is not None and plan.state_tier[0] != request.optimizer_tier:
         changes.append(Change("lohan.optimizer_tier", plan.state_tier[0]))
     if request.param_tier is not None and plan.param_tier[0] != request.param_tier:

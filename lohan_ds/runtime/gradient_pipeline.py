@@ -63,7 +63,7 @@ class GradientPipeline:
         self._collected: deque[Work] = deque()
         self._collect_jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._terms: StepTerms | None = None       # what speculation in this step is made with
-        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers)
+        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks)
         if recorder is not None:
             self.updater.on_span = recorder.update_span
         largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
@@ -206,7 +206,7 @@ class GradientPipeline:
         self._terms = make_terms() if make_terms is not None else None
         if self._terms is not None:
             self._store.commit_edits()
-        self.updater.open_step(self._terms is not None, limit)
+        self.updater.open_step(self._terms is not None, limit, None if self._recorder is None else self._recorder.step)
 
     def _offer(self, block: Block, held: _HeldGradients) -> None:
         """In the collecting thread: if this was a block's last gradient, it may be speculated on."""

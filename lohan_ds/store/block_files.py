@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lohan_ds.block import DTYPE_BYTES, Block, Chunk
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.checksums import Checksums
 from lohan_ds.store.filenames import block_file_name
-from lohan_ds.store.ssd_io import OnPiece, SsdFile, ThreadSsdIo
+from lohan_ds.store.pieces import OnPiece
+
+if TYPE_CHECKING:
+    from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
 
 
 class BlockFiles:
@@ -33,6 +37,11 @@ class BlockFiles:
         self._files: list[SsdFile | None] = [None] * num_dirs
         self.checksums = Checksums(len(block.chunks), self.record_bytes(block.chunks[0]))
 
+    @property
+    def file_name(self) -> str:
+        """The same in all directories."""
+        return block_file_name(self.block.index, self.kind, self.slot)
+
     def record_bytes(self, chunk: Chunk) -> int:
         return chunk.numel * self.num_arrays * self.itemsize
 
@@ -47,7 +56,7 @@ class BlockFiles:
         then call `close`."""
         for index, run_dir in enumerate(run_dirs):
             if nbytes := self.nbytes_in(index):
-                path = os.path.join(run_dir, block_file_name(self.block.index, self.kind, self.slot))
+                path = os.path.join(run_dir, self.file_name)
                 self._files[index] = io.reopen(path, nbytes) if reopen else io.open(path, nbytes)
 
     def close(self, io: ThreadSsdIo) -> None:
@@ -60,9 +69,13 @@ class BlockFiles:
 
     def record(self, chunk: Chunk) -> tuple[SsdFile, int]:
         """The file of a chunk's record and the byte offset where it starts."""
-        file = self._files[(self.block.index + chunk.index) % self.num_dirs]
+        directory, offset = self.place(chunk)
+        return self._files[directory], offset
+
+    def place(self, chunk: Chunk) -> tuple[int, int]:
+        """The index of the directory of a chunk's record, and the byte offset where it starts in the file there."""
         record_bytes = self.block.chunk_numel * self.num_arrays * self.itemsize  # of every chunk before this one
-        return file, chunk.index // self.num_dirs * record_bytes
+        return (self.block.index + chunk.index) % self.num_dirs, chunk.index // self.num_dirs * record_bytes
 
     def verifier(self, chunk: Chunk) -> OnPiece:
         """Finds out whether a chunk's record is read as it was last written."""

@@ -4,7 +4,7 @@ Used by BlockStore only, which sees to it that nobody reads what another writes.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from lohan_ds.block import Block, Chunk
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import BlockFiles
+from lohan_ds.store.io_threads import Urgency
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
 
@@ -100,16 +101,18 @@ class BlockHome:
                 chunk_params.copy_(values)
             self._write(chunk, state_arrays, chunk_params).wait()
 
-    def read_params(self, out: Tensor) -> Work:
-        """From SSD into `out`, (numel,) block dtype. Does not block."""
+    def read_params(self, out: Tensor, without: Collection[int] = ()) -> Work:
+        """From SSD into `out`, (numel,) block dtype, all chunks but those of an index in `without`. Does not block."""
         out_bytes, itemsize = out.detach().view(torch.uint8), self.param_files.itemsize
         return Work.all_of([
             self._read(self.param_files, chunk,
-                       out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize])
-            for chunk in self.block.chunks], value=out)
+                       out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize],
+                       urgency=Urgency.FETCH)
+            for chunk in self.block.chunks if chunk.index not in without], value=out)
 
     def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome,
-             for_step: int | None = None) -> tuple[ChunkArrays, list[Work]]:
+             for_step: int | None = None,
+             urgency: Urgency = Urgency.UPDATE) -> tuple[ChunkArrays, list[Work]]:
         """The arrays of a chunk, to be saved here, and the reads that fill those on SSD with the values in `source`.
 
         Read are state, and params where they are the master. Those in host RAM are this slot's own tensors: where
@@ -118,11 +121,11 @@ class BlockHome:
         state_arrays, params = self._views(chunk, buffer)
         reads = []
         if self.state_files is not None:
-            reads.append(self._read(source.state_files, chunk, _record(state_arrays), for_step))
+            reads.append(self._read(source.state_files, chunk, _record(state_arrays), for_step, urgency))
         if self.block.has_separate_master:
             return ChunkArrays(*state_arrays, params), reads
         if self.param_files is not None:
-            reads.append(self._read(source.param_files, chunk, params.view(torch.uint8), for_step))
+            reads.append(self._read(source.param_files, chunk, params.view(torch.uint8), for_step, urgency))
         return ChunkArrays(params, *state_arrays, None), reads
 
     @torch.no_grad()
@@ -216,8 +219,9 @@ class BlockHome:
             writes.append(self._write_record(self.param_files, chunk, params.view(torch.uint8), for_step))
         return Work.all_of(writes)
 
-    def _read(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None) -> Work:
-        return self._io.read(*files.record(chunk), record, for_step, files.verifier(chunk))
+    def _read(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None,
+              urgency: Urgency = Urgency.UPDATE) -> Work:
+        return self._io.read(*files.record(chunk), record, for_step, files.verifier(chunk), urgency)
 
     def _write_record(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None) -> Work:
         return self._io.write(*files.record(chunk), record, for_step, files.checksums.recorder(chunk.index))

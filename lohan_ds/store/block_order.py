@@ -95,15 +95,16 @@ class BlockOrder:
             published = self._published
         published.fail(error)
 
-    def update_slots(self, speculative: bool = False) -> UpdateSlots:
-        """Of the update under way or, for a block with a shadow, of a speculation. Does not block.
+    def update_slots(self, speculative: bool = False, ahead: bool = False) -> UpdateSlots:
+        """Of the update under way or, for a block with a shadow, of a speculation; `ahead`: of the next one, whichever
+        it will be. Does not block.
 
         StepError if no update is announced, but for speculations; AssertionError for those if there is no shadow.
         """
         if speculative and not self.has_shadow:
             raise AssertionError(f"{self._what}: speculative update of a block without shadow slot")
         with self._lock:
-            if not speculative and not self._updating:
+            if not speculative and not ahead and not self._updating:
                 raise StepError(f"{self._what}: chunk of an update asked for, but no update is announced")
             if self.has_shadow:
                 return UpdateSlots(self._current, 1 - self._current, self._shadow_drained)

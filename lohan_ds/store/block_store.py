@@ -2,13 +2,15 @@
 
 It orders the operations on each block (see [Note: order of a block] in block_order.py); where each chunk lies is
 told by [Note: striping] in block_files.py. It is a store, not a cache: what it holds is the only copy, and nothing
-is removed before `close`; in a run with a name not even then ([Note: commits] in commits.py). Blocks with a shadow slot
-([Note: slots] in block_order.py) are held twice. One update of a
-bf16 block with everything on SSD reads 12 and writes 14 bytes a parameter, of a float32 block 12 and 12, since there
-the param array is the master. A shadow slot changes nothing about that; in host RAM the update copies what it reads.
+is removed before `close`; in a run with a name not even then ([Note: commits] in commits.py). Blocks with a shadow
+slot ([Note: slots] in block_order.py) are held twice. One update of a bf16 block with everything on SSD reads 12 and
+writes 14 bytes a parameter, of a float32 block 12 and 12, since there the param array is the master. A shadow slot
+changes nothing about that; in host RAM the update copies what it reads. Who waits for the params of an update need not
+read them: [Note: feeding] in feeds.py.
 """
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,10 @@ from lohan_ds.store.block_files import num_slots, required_ssd_bytes
 from lohan_ds.store.block_home import BlockHome, ChunkArrays
 from lohan_ds.store.block_order import BlockOrder, EditSlots
 from lohan_ds.store.commits import Commits, Contents
-from lohan_ds.store.manifest import Manifest, check_same_model, describe, read_manifests
+from lohan_ds.store.feeds import Feeds
+from lohan_ds.store.filenames import CURRENT
+from lohan_ds.store.io_threads import Urgency
+from lohan_ds.store.manifest import Damaged, Manifest, check_same_model, describe, read_manifests
 from lohan_ds.store.run_dirs import RunDirs
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
@@ -58,11 +63,14 @@ class BlockStore:
         self._plan = plan
         self._run_dirs: RunDirs | None = None
         self._commits: Commits | None = None     # of a durable plan
-        self._edited = False                     # since the last commit
+        self._edited = False                     # since the last commit asked for
+        self._announced = False                  # an update, since the last commit asked for
+        self._durable = Work.completed()         # of the last commit asked for
         self._last_given: tuple[int, bytes] | None = None   # step and details of the last commit asked for
         self._staging: BufferRing | None = None  # one buffer for what is not aligned or not in fp32 yet
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-copy")  # of host params to readers
         self._shadow_copier = ThreadPoolExecutor(1, thread_name_prefix="lohan-store-shadow")  # of what updates load
+        self._feeds = Feeds(len(blocks))
         self._closed = False
         self._slots: list[list[BlockHome]] = []  # by block, by slot
         for block in blocks:
@@ -102,6 +110,8 @@ class BlockStore:
                                  f"{self._plan.durability}", self._run_dirs.paths[0])
         checksums = memoryview(self._commits.load())
         commit = self._commits.last
+        if commit.run_id != manifest.run_id:
+            raise Damaged("it is of another run", os.path.join(self._run_dirs.paths[0], CURRENT))
         self._last_given = commit.step, self._commits.details
         for slots, slot in zip(self._slots, commit.slots):
             for files in slots[slot].all_files:
@@ -131,7 +141,7 @@ class BlockStore:
         slots, order = self._open_block(block_index)
         _check(slots[0].block, "out", out, slots[0].dtype, 0, slots[0].block.numel)
         if slots[0].params is None:
-            return order.read(lambda slot: slots[slot].read_params(out))
+            return self._read_or_feed(block_index, out)
         return order.read(
             lambda slot: Work.of_future(self._copier.submit(_copy, slots[slot].params, out), holds=out))
 
@@ -155,6 +165,7 @@ class BlockStore:
         """From now on reads of this block wait for its publication. Does not block."""
         order = self._open_block(block_index)[1]
         self.commit_edits()
+        self._announced = True
         if self._commits is None:
             order.announce()
         else:
@@ -186,7 +197,7 @@ class BlockStore:
         return max((home.chunk_bytes for home in self._homes if home.block.trainable), default=0)
 
     def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None, speculative: bool = False,
-                   for_step: int | None = None) -> Work:
+                   for_step: int | None = None, ahead: bool = False) -> Work:
         """Work of the ChunkArrays of a chunk of the announced update. Does not block. StepError if none is announced.
 
         Kinds on SSD are read into `buffer` (uint8, 4096-aligned, at least `chunk_buffer_bytes`; None if that is 0),
@@ -198,26 +209,53 @@ class BlockStore:
         needed, the block stays as it is for readers. AssertionError if it has no shadow slot. What is loaded while
         somebody edits the block may be of before and after: drop that speculation. Before the block's next update or
         speculation, wait for the works of the dropped one. `for_step`: whose update it is, for `ThreadSsdIo.on_span`.
+
+        `ahead`: of the next update or speculation, before either is known. Nobody may edit the block or update it in
+        another way from this call on to the end of the work; then wait for `writable` too before changing the arrays.
         """
         slots, order = self._open_block(block_index)
-        where = order.update_slots(speculative)
+        where = order.update_slots(speculative, ahead)
         source, target = slots[where.source], slots[where.target]
-        arrays, reads = target.load(chunk, buffer, source, for_step)
+        arrays, reads = target.load(chunk, buffer, source, for_step, Urgency.AHEAD if ahead else Urgency.UPDATE)
         if target.params is not None or target.state:
             reads.append(where.drained if target is source else where.drained.then(
                 lambda _: Work.of_future(self._shadow_copier.submit(target.copy_host_arrays, chunk, source))))
         return Work.all_of(reads, value=arrays)
 
+    def writable(self, block_index: int, speculative: bool = False) -> Work:
+        """Ends when nobody reads any more what an update or speculation changes in host memory."""
+        slots, order = self._open_block(block_index)
+        on_ssd = slots[0].params is None and not slots[0].state
+        return Work.completed() if on_ssd else order.update_slots(speculative).drained
+
     def save_chunk(self, block_index: int, chunk: Chunk, arrays: ChunkArrays, speculative: bool = False,
                    for_step: int | None = None) -> Work:
         """Writes back what `load_chunk` gave, changed in place. Does not block; the buffer is free when it is done.
 
-        What lies in host RAM is saved already. Writes start when the reads issued before the announcement have ended;
+        Readers that wait for this update get the new params from the arrays. What lies in host RAM is saved already.
+        Writes start when the reads issued before the announcement have ended;
         with a shadow slot, which they go to, those before the announcement of the update before.
         """
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative)
-        return where.drained.then(lambda _: slots[where.target].save(chunk, arrays, for_step))
+        saved = where.drained.then(lambda _: slots[where.target].save(chunk, arrays, for_step))
+        if not speculative and slots[0].params is None:
+            params = arrays.master if arrays.params is None else arrays.params
+            self._feeds.give(block_index, order.published(), chunk, params)
+            saved.on_done(lambda: self._feeds.written(block_index, chunk))   # before the caller takes the buffer back
+        return saved
+
+    def _read_or_feed(self, block_index: int, out: Tensor) -> Work:
+        slots, order = self._slots[block_index], self._orders[block_index]
+        feed = self._feeds.add(slots[0].block, out, order.published())
+        read = order.read(lambda slot: slots[slot].read_params(out, without=feed.stop()))
+
+        def end() -> None:
+            self._feeds.remove(block_index, feed)
+            feed.end(read.exception())
+
+        read.on_done(end)
+        return feed.work
 
     # Single elements, for look-ups, edits and checkpoints
 
@@ -264,12 +302,15 @@ class BlockStore:
         crash. With durability "in_place" only `clean` commits are made: ask for one when no update follows for a while.
         """
         self._last_given, first = (step, details), self._commits.last is None
+        self._announced = False
         if self._plan.durability == "in_place" and not (clean or first):
             return Work.completed()
         self._edited = False
-        published = Work.all_of([order.published() for order in self._orders])
+        slots = [order.published() for order in self._orders]   # of this step: the next ones may be published by then
+        published = Work.all_of(slots).then(lambda _: tuple(slot.wait() for slot in slots))
         if not first:
-            return self._commits.commit(step, details, published, last_checkpoint)
+            self._durable = self._commits.commit(step, details, published, last_checkpoint)
+            return self._durable
         blocks = [slots[0].block for slots in self._slots]
         self._commits.create(Manifest(run_id=uuid.uuid4().hex, directory=0, num_directories=len(self._run_dirs.paths),
                                       durability=self._plan.durability, chunk_numel=self._plan.chunk_numel,
@@ -289,8 +330,18 @@ class BlockStore:
     def commit_edits(self) -> None:
         """Before speculations: they write slots that edits have left, which are free only after a commit. Updates do it
         by themselves. Does nothing if there was no edit, or the plan is not durable. Never blocks."""
-        if self._edited and self._last_given is not None:
+        if self._edited and not self._announced and self._last_given is not None:
             self.commit(*self._last_given)
+
+    def finish(self) -> None:
+        """Before `close`, when no update is under way any more: makes the last commit asked for durable, and what was
+        edited since. Blocks. StoreError or what an update failed with. Nothing if the plan is not durable, or if an
+        update came after that commit: of which step that is only its caller knows."""
+        if self._last_given is None or self._commits is None or self._announced:
+            return
+        if self._edited or self._plan.durability == "in_place":
+            self.commit(*self._last_given, clean=True)
+        self._durable.wait()
 
     @contextmanager
     def _editing(self, order: BlockOrder, replaces_all: bool = False) -> Iterator[EditSlots]:
@@ -303,8 +354,7 @@ class BlockStore:
             self._edited = True
             yield where
 
-    def _contents(self) -> Contents:
-        slots = tuple(order.current_slot() for order in self._orders)
+    def _contents(self, slots: tuple[int, ...]) -> Contents:
         files = [files for homes, slot in zip(self._slots, slots) for files in homes[slot].all_files]
         return Contents(slots, b"".join(f.checksums.to_bytes() for f in files),
                         [file for f in files for file in f.files], self.bytes_written)

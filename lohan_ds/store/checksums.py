@@ -6,15 +6,12 @@ not the one that was committed. XXH3 (64 bits) at memory speed, computed in the 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 
 import numpy as np
 import xxhash
 
 from lohan_ds.errors import StoreError
-from lohan_ds.store.ssd_io import PIECE_BYTES
-
-_BYTES = 8
+from lohan_ds.store.pieces import PIECE_BYTES, OnPiece
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -38,7 +35,11 @@ class Checksums:
     def set_bytes(self, data: bytes | memoryview) -> None:
         self._table[:] = np.frombuffer(data, dtype="<u8").reshape(self._table.shape)
 
-    def recorder(self, record: int) -> Callable[[int, memoryview], None]:
+    def of_record(self, record: int, nbytes: int) -> list[int]:
+        """What the pieces of a record of `nbytes` must have, in order."""
+        return [int(value) for value in self._table[record, :-(-nbytes // PIECE_BYTES)]]
+
+    def recorder(self, record: int) -> OnPiece:
         """For `ThreadSsdIo.write`: notes what is written."""
         row = self._table[record]
 
@@ -47,7 +48,7 @@ class Checksums:
 
         return note
 
-    def verifier(self, record: int, where: str) -> Callable[[int, memoryview], None]:
+    def verifier(self, record: int, where: str) -> OnPiece:
         """For `ThreadSsdIo.read`: StoreError that names `where`, if not the noted bytes were read."""
         row = self._table[record]
 

@@ -11,13 +11,17 @@
 """
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
+
+from lohan_ds.run_name import is_run_name
 
 KINDS = ("params", "state")
 LOCK = "LOCK"   # held by the process of the run
 MANIFEST = "MANIFEST.json"
 CURRENT = "CURRENT.json"
-NEW_SUFFIX = ".new"   # of what gets its name when it is complete
+NEW_SUFFIX = "~new"   # of what gets its name when it is complete; no name of a run has a "~"
 DIRECT_PROBE_PREFIX = ".lohan-direct-probe-"  # of the short-lived file by which a directory is asked for O_DIRECT
 _NAMED_PREFIX = "lohan-run-"
 
@@ -37,15 +41,14 @@ def named_run_dir_name(run_name: str) -> str:
     return _NAMED_PREFIX + run_name
 
 
+def named_run_dirs(ssd_paths: Sequence[str], run_name: str) -> list[str]:
+    return [os.path.join(path, named_run_dir_name(run_name)) for path in ssd_paths]
+
+
 def run_name_of(directory_name: str) -> str | None:
     """The inverse of `named_run_dir_name`; None for anything else."""
     name = directory_name.removeprefix(_NAMED_PREFIX)
     return name if name != directory_name and is_run_name(name) else None
-
-
-def is_run_name(name: str) -> bool:
-    """Letters, digits, and ". _ -" inside: at most 64 characters, safe in a path."""
-    return re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", name) is not None
 
 
 def commit_file_name(number: int) -> str:

@@ -4,6 +4,7 @@ Both are JSON with a checksum of their own, checked before any number in them is
 """
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import pydantic
 from lohan_ds.block import Block
 from lohan_ds.errors import StoreError
 from lohan_ds.store.checksums import checksum
-from lohan_ds.store.filenames import CURRENT, MANIFEST
+from lohan_ds.store.filenames import CURRENT, MANIFEST, commit_file_name, run_name_of
 
 FORMAT = 1   # of all files of a run
 
@@ -71,6 +72,19 @@ def describe(blocks: Sequence[Block]) -> tuple[BlockEntry, ...]:
                                          for slot in block.slots)) for block in blocks)
 
 
+def blocks_of(manifest: Manifest) -> tuple[Block, ...]:
+    """The blocks as far as their bytes go: where each parameter lies in them is left out."""
+    return tuple(Block(index, entry.name, entry.dtype, entry.trainable, (), entry.numel, manifest.chunk_numel)
+                 for index, entry in enumerate(manifest.blocks))
+
+
+class Damaged(StoreError):
+    """Something of a run is not there, or does not read as it was written."""
+
+    def __init__(self, message: str, path: str):
+        super().__init__(errno.EIO, f"damaged: {message}", path)
+
+
 def to_json(value: _Value) -> bytes:
     """One line; the checksum is of the text of the value."""
     text = value.model_dump_json()
@@ -78,45 +92,81 @@ def to_json(value: _Value) -> bytes:
 
 
 def read_json(path: str, kind: type[_V]) -> _V:
-    """StoreError with the path if the file is missing, damaged, or of another version."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot read: {error.strerror}", path) from error
+    """StoreError with the path if the file cannot be read, is Damaged, or is of another version."""
+    data = read_file(path)
     head, found, text = data.rstrip(b"\n").removesuffix(b"}").partition(b'"value": ')
     try:
-        if not found or json.loads(head + b'"value": 0}')["xxh3"] != f"{checksum(text):016x}":
+        if not found or json.loads(head + b'"value": 0}').get("xxh3") != f"{checksum(text):016x}":
             raise ValueError("its checksum is another")
         if (version := json.loads(text).get("format")) != FORMAT:
-            raise StoreError(f"{path}: of format {version}, this version of lohan_ds reads {FORMAT}")
+            raise StoreError(errno.EINVAL, f"of format {version}, this version of lohan_ds reads {FORMAT}", path)
         return kind.model_validate_json(text)
     except ValueError as error:
-        raise StoreError(5, f"damaged: {error}", path) from error
+        raise Damaged(str(error), path) from error
 
 
-def read_manifests(run_dirs: Sequence[str]) -> Manifest | None:
-    """Of the run in these directories, in this order; None if there is no run yet.
+def read_file(path: str) -> bytes:
+    """StoreError with the path: Damaged if there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise Damaged("it is gone", path) from error
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot read: {error.strerror}", path) from error
 
-    StoreError if they are not all of one run, in the order in which it was made.
+
+def is_unfinished(run_dirs: Sequence[str]) -> bool:
+    """Whether what lies there was cut off before its first commit, so that there is nothing to lose.
+
+    The first directory gets its manifest before the others do. StoreError if that manifest cannot be read.
     """
     found = [os.path.lexists(os.path.join(path, MANIFEST)) for path in run_dirs]
     if not any(found):
+        return True
+    if not found[0] or not is_uncommitted(run_dirs[0]):
+        return False
+    manifests = [read_json(os.path.join(path, MANIFEST), Manifest) for path, is_there in zip(run_dirs, found)
+                 if is_there]
+    return (manifests[0].directory, manifests[0].num_directories) == (0, len(run_dirs)) \
+        and len({manifest.run_id for manifest in manifests}) == 1
+
+
+def is_uncommitted(first_dir: str) -> bool:
+    """Of the directory that would have the commits. The first one leaves `CURRENT`, the second one another file too: a
+    run that has been trained has more than one sign of it."""
+    return not any(os.path.lexists(os.path.join(first_dir, name)) for name in (CURRENT, commit_file_name(1)))
+
+
+def read_manifests(run_dirs: Sequence[str]) -> Manifest | None:
+    """Of the run in these directories, in this order; None if there is none that was ever committed.
+
+    StoreError if they are not all of one run, in the order in which it was made.
+    """
+    if is_unfinished(run_dirs):
         return None
+    found = [os.path.lexists(os.path.join(path, MANIFEST)) for path in run_dirs]
     if not all(found):
-        raise StoreError(2, f"part of this run is missing: {run_dirs[found.index(True)]} has a manifest, this has "
-                            "none. Is the drive mounted? To give the run up: lohan store clean",
+        raise StoreError(errno.ENOENT, f"part of this run is missing: {run_dirs[found.index(True)]} has a manifest, "
+                                       f"this has none. Is the drive mounted? {how_to_give_up(run_dirs)}",
                          run_dirs[found.index(False)])
     manifests = [read_json(os.path.join(path, MANIFEST), Manifest) for path in run_dirs]
     for place, (path, manifest) in enumerate(zip(run_dirs, manifests)):
         if manifest.run_id != manifests[0].run_id:
-            raise StoreError(22, f"belongs to another run than {run_dirs[0]}", path)
+            raise StoreError(errno.EINVAL, f"belongs to another run than {run_dirs[0]}", path)
         if (manifest.directory, manifest.num_directories) != (place, len(run_dirs)):
-            raise StoreError(22, f"is directory {manifest.directory + 1} of {manifest.num_directories} of its run, "
-                                 f"not {place + 1} of {len(run_dirs)}; name lohan.ssd_paths as at first", path)
+            raise StoreError(
+                errno.EINVAL, f"is directory {manifest.directory + 1} of {manifest.num_directories} of its run, not "
+                              f"{place + 1} of {len(run_dirs)}; name lohan.ssd_paths as at first", path)
     if not os.path.lexists(os.path.join(run_dirs[0], CURRENT)):
-        raise StoreError(2, "this run was cut off before its first commit; remove it: lohan store clean", run_dirs[0])
+        raise Damaged(f"its commit record {CURRENT} is gone. {how_to_give_up(run_dirs)}", run_dirs[0])
     return manifests[0]
+
+
+def how_to_give_up(run_dirs: Sequence[str]) -> str:
+    """The command that removes a run, for messages."""
+    parents = " ".join(os.path.dirname(path) for path in run_dirs)
+    return f"To give the run up: lohan store clean {parents} --run {run_name_of(os.path.basename(run_dirs[0]))}"
 
 
 def check_same_model(manifest: Manifest, blocks: Sequence[Block]) -> None:

@@ -10,6 +10,7 @@ only copy of what was trained.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -18,7 +19,8 @@ import stat
 from collections.abc import Sequence
 
 from lohan_ds.errors import CapacityError, StoreError
-from lohan_ds.store.filenames import LOCK, MANIFEST, NEW_SUFFIX, is_run_dir_name
+from lohan_ds.store.filenames import LOCK, NEW_SUFFIX, is_run_dir_name
+from lohan_ds.store.manifest import is_unfinished
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -29,14 +31,15 @@ class RunDirs:
 
     def __init__(self, paths: Sequence[str], needed_bytes: Sequence[int]):
         """Creates the directories, mode 0700, all or none, after dead scratch beside them was removed. `needed_bytes`:
-        of each directory's files. StoreError if one exists (unless it is a run that never got its manifest) or cannot
-        be made, CapacityError with needed and free bytes if a drive has too little."""
+        of each directory's files. StoreError if one exists (unless that run was cut off before its first commit) or
+        cannot be made, CapacityError with needed and free bytes if a drive has too little."""
         self.keep = False
         self.paths: list[str] = []
         self._locks: list[int] = []
         for parent in dict.fromkeys(os.path.dirname(path) for path in paths):
             remove_dead_runs(parent)
         try:
+            _remove_unfinished(paths)
             for path in paths:
                 self._make(path)
             _check_free_space(paths, needed_bytes)
@@ -62,11 +65,9 @@ class RunDirs:
 
     def _make(self, path: str) -> None:
         try:
-            if os.path.lexists(path):
-                _remove_unfinished(path)
             unnamed = path + NEW_SUFFIX
             if os.path.lexists(unnamed):
-                _remove_unfinished(unnamed)
+                _remove_unnamed(unnamed)
             os.makedirs(unnamed, mode=0o700)
             self.paths.append(unnamed)
             fd = os.open(os.path.join(unnamed, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -85,7 +86,8 @@ class RunDirs:
         """Removes the directories with all that is in them, unless they are to be kept; idempotent."""
         if not self.keep:
             for path in self.paths:
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_directory(path)
         for fd in self._locks:
             os.close(fd)
         self.paths, self._locks = [], []
@@ -98,10 +100,10 @@ def check_own_directory(path: str) -> None:
     except OSError as error:
         raise StoreError(error.errno, f"cannot open the run directory: {error.strerror}", path) from error
     if not stat.S_ISDIR(info.st_mode):
-        raise StoreError(20, "refused as a run directory: it is no directory, or a symbolic link", path)
+        raise StoreError(errno.ENOTDIR, "refused as a run directory: it is no directory, or a symbolic link", path)
     if info.st_uid != os.geteuid():
-        raise StoreError(1, f"refused as a run directory: it belongs to user id {info.st_uid}, this process to "
-                            f"{os.geteuid()}", path)
+        raise StoreError(errno.EPERM, f"refused as a run directory: it belongs to user id {info.st_uid}, this process "
+                                      f"to {os.geteuid()}", path)
 
 
 def lock(path: str) -> int:
@@ -123,11 +125,40 @@ def lock(path: str) -> int:
     return fd
 
 
-def _remove_unfinished(path: str) -> None:
-    """A run that died before its manifest was written has trained nothing. StoreError for any other."""
+def _remove_unfinished(paths: Sequence[str]) -> None:
+    """A run that died before its first commit has trained nothing. StoreError for any other."""
+    existing = [path for path in paths if os.path.lexists(path)]
+    for path in existing:
+        if not os.path.lexists(os.path.join(path, LOCK)) or not is_unfinished(paths):
+            raise StoreError(errno.EEXIST, "cannot create the run directory: File exists", path)
+    for path in reversed(existing):   # the first one last: what says that the run is unfinished
+        remove_dead(path)
+
+
+def _remove_unnamed(path: str) -> None:
+    if not os.path.islink(path) and not os.listdir(path):   # its process ended before it made the lock file
+        os.rmdir(path)
+    else:
+        remove_dead(path)
+
+
+def remove_dead(path: str) -> None:
+    """Removes a run directory. StoreError if it is not our own, is in use, or is none. OSError if it cannot be."""
     check_own_directory(path)
-    if not _is_dead(path) or os.path.lexists(os.path.join(path, MANIFEST)):
-        raise StoreError(17, "cannot create the run directory: File exists", path)
+    fd = lock(path)
+    try:
+        remove_directory(path)
+    finally:
+        os.close(fd)
+
+
+def remove_directory(path: str) -> None:
+    """The lock file at last: cut off before, what is left is a dead run still. OSError."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != LOCK:
+            os.unlink(entry.path)
     shutil.rmtree(path)
 
 
@@ -141,7 +172,8 @@ def remove_dead_runs(parent: str) -> list[str]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         for entry in list(os.scandir(parent)):
             if is_run_dir_name(entry.name) and _is_dead(entry.path):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_directory(entry.path)
                 logger.warning("removed %s: its run ended without cleaning up", entry.path)
                 removed.append(entry.path)
     return removed

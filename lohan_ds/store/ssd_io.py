@@ -17,7 +17,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -26,12 +25,12 @@ from lohan_ds.errors import StoreError
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.store.direct_io import why_not_direct
 from lohan_ds.store.filenames import NEW_SUFFIX
+from lohan_ds.store.io_threads import IoThreads, Urgency
+from lohan_ds.store.pieces import PIECE_BYTES, OnPiece
 from lohan_ds.work import Work
 
-PIECE_BYTES = 8 << 20
 MAX_IDLE_RETRIES = 1000  # of EAGAIN without progress, 1 ms apart
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OnPiece = Callable[[int, memoryview], None]   # number of the piece within the request, its bytes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class SsdFile:
 class ThreadSsdIo:
     """Background I/O on `num_threads` threads. Any thread may call; see each method for what it blocks on.
 
-    Fixed after construction: the executor; before the first request: `on_span`, if somebody wants to know, called in
+    Fixed after construction: the threads; before the first request: `on_span`, if somebody wants to know, called in
     the I/O threads as (verb, path, start, end of time.perf_counter, bytes, `for_step` of the request). Under `_lock`
     (a condition, notified when a file comes to rest): everything else. The lock is never held during a system call on
     data.
@@ -63,7 +62,7 @@ class ThreadSsdIo:
     stall_report_s = 30.0   # a request that takes longer is named, again and again until it ends
 
     def __init__(self, num_threads: int):
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan-ssd-io")
+        self._threads = IoThreads(num_threads)
         self._lock = threading.Condition()
         self._closed = False
         self._files: set[SsdFile] = set()
@@ -116,7 +115,7 @@ class ThreadSsdIo:
         return file
 
     def read(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None,
-             on_piece: OnPiece | None = None) -> Work:
+             on_piece: OnPiece | None = None, urgency: Urgency = Urgency.UPDATE) -> Work:
         """Fills `buffer` (contiguous uint8, host) from byte `offset`; Work of `buffer`, or of a StoreError.
 
         Does not block. The buffer is not to be touched until the work is done. Overlapping requests in flight are
@@ -124,13 +123,13 @@ class ThreadSsdIo:
         `on_piece`: called in the I/O threads with each piece of PIECE_BYTES (the last may be smaller) when it has been
         read; what it raises the work fails with.
         """
-        return self._submit(file, offset, buffer, self._read_piece, for_step, on_piece)
+        return self._submit(file, offset, buffer, self._read_piece, for_step, on_piece, urgency)
 
     def write(self, file: SsdFile, offset: int, buffer: torch.Tensor, for_step: int | None = None,
               on_piece: OnPiece | None = None) -> Work:
         """Writes all of `buffer` at byte `offset`; as `read` otherwise. Done means handed to the drive, not synced.
         `on_piece`: called with each piece before it is written."""
-        return self._submit(file, offset, buffer, self._write_piece, for_step, on_piece)
+        return self._submit(file, offset, buffer, self._write_piece, for_step, on_piece, Urgency.UPDATE)
 
     def sync(self, files: Iterable[SsdFile]) -> Work:
         """Work that is done when all that has been written to `files` before is safe; StoreError if that failed.
@@ -144,7 +143,7 @@ class ThreadSsdIo:
                 if file.unsynced and file.fd >= 0:
                     file.unsynced = False
                     file.num_pieces_in_flight += 1
-                    works.append(Work.of_future(self._executor.submit(self._sync_file, file)))
+                    works.append(self._threads.submit(Urgency.UPDATE, self._sync_file, file))
         return Work.all_of(works)
 
     def replace_file(self, path: str, data: bytes) -> None:
@@ -152,21 +151,22 @@ class ThreadSsdIo:
         after this call the new. Blocks on the disk. StoreError, the old file untouched, with needed and free bytes."""
         unnamed = path + NEW_SUFFIX
         try:
-            self._write_synced(unnamed, data)
-            self._rename(unnamed, path)
-            self.sync_directory(os.path.dirname(path))
+            with self._watched(f"write of {len(data)} bytes to {path}"):
+                self._write_synced(unnamed, data)
+                self._rename(unnamed, path)
+                self._fsync_directory(os.path.dirname(path))
         except OSError as error:
             free = f", free {_free_bytes(path)}" if error.errno in _SPACE_ERRORS else ""
             raise StoreError(error.errno, f"cannot write: {error.strerror}; needed {len(data)} bytes{free}",
                              path) from error
 
     def sync_directory(self, path: str) -> None:
-        """Makes the names in a directory safe. Blocks on the disk. OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Makes the names in a directory safe. Blocks on the disk. StoreError."""
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            with self._watched(f"sync of {path}"):
+                self._fsync_directory(path)
+        except OSError as error:
+            raise StoreError(error.errno, f"sync failed: {error.strerror}", path) from error
 
     def close_file(self, file: SsdFile) -> None:
         """Waits for the file's requests, then closes it; the file stays on disk. Idempotent."""
@@ -183,7 +183,7 @@ class ThreadSsdIo:
             self._closed = True
         self._ended.set()
         self._watch.join()
-        self._executor.shutdown(wait=True)
+        self._threads.close()
         for file in list(self._files):
             self.close_file(file)
 
@@ -218,8 +218,15 @@ class ThreadSsdIo:
     def _rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 
+    def _fsync_directory(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def _submit(self, file: SsdFile, offset: int, buffer: torch.Tensor, piece_fn: Callable, for_step: int | None,
-                on_piece: OnPiece | None) -> Work:
+                on_piece: OnPiece | None, urgency: Urgency) -> Work:
         nbytes = buffer.numel()
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"{file.path}: needs a contiguous uint8 buffer, got {buffer.dtype} {tuple(buffer.shape)}")
@@ -236,13 +243,14 @@ class ThreadSsdIo:
             if file.fd < 0:
                 raise StoreError(errno.EBADF, f"{nbytes} bytes at offset {offset} of a file that is closed", file.path)
             starts = range(0, nbytes, PIECE_BYTES)
-            futures = []
+            works = []
             for number, start in enumerate(starts):
                 check = None if on_piece is None else functools.partial(on_piece, number)
-                futures.append(self._executor.submit(self._run_piece, piece_fn, file, view[start:start + PIECE_BYTES],
-                                                     offset + start, for_step, check))
-                file.num_pieces_in_flight += 1   # after: at interpreter exit submit raises; the piece needs our lock
-        return Work.all_of([Work.of_future(future, holds=buffer) for future in futures], value=buffer)
+                file.num_pieces_in_flight += 1
+                works.append(self._threads.submit(urgency, self._run_piece, piece_fn, file,
+                                                  view[start:start + PIECE_BYTES], offset + start, for_step, check,
+                                                  holds=buffer))
+        return Work.all_of(works, value=buffer)
 
     def _run_piece(self, piece_fn: Callable, file: SsdFile, view: memoryview, offset: int, for_step: int | None,
                    on_piece: Callable[[memoryview], None] | None) -> None:

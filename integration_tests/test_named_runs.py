@@ -1,0 +1,153 @@
+"""A run with a name, killed by kill -9 and started again: the same script ends with the bits of an unbroken run."""
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from integration_tests.doubles import fresh_environment
+from integration_tests.test_huggingface import AUTO, report, run, save_model
+from lohan_ds.config import parse
+from lohan_ds.errors import StoreError
+from lohan_ds.store.commits import DirtyStore, committed_step
+from lohan_ds.store.filenames import named_run_dirs
+from lohan_ds.testing.harness import ds_config, engine_for, engine_state
+from lohan_ds.testing.models import lm_batch, loss_of, tiny_llama
+from lohan_ds.testing.twin import assert_same_bits
+
+JOBS = Path(__file__).parent / "jobs"
+STEPS = 6
+
+
+class Plain:
+    """The plain loop of jobs/named_run_job.py in processes of its own."""
+
+    def __init__(self, folder, clip=1.0, accumulation=1, dtype="fp32", **lohan):
+        (folder / "ssd").mkdir(parents=True)
+        self.folder = folder
+        self.section = {"ssd_paths": [str(folder / "ssd")], "chunk_bytes": "24KiB", "run_name": "t", **lohan}
+        config = {"lohan": self.section} | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
+        self.job = {"ds_config": config, "clip": clip, "accumulation": accumulation, "steps": STEPS,
+                    "out": str(folder / "out.pt"), "checkpoint": str(folder / "checkpoint")}
+
+    def run(self, **job) -> int:
+        done = subprocess.run([sys.executable, JOBS / "named_run_job.py", json.dumps({**self.job, **job})],
+                              env=fresh_environment(), capture_output=True, text=True, timeout=200)
+        assert done.returncode in (0, -signal.SIGKILL), done.stdout[-2000:] + done.stderr[-4000:]
+        return done.returncode
+
+    def result(self) -> dict:
+        return torch.load(self.folder / "out.pt")
+
+
+KILLS = [("eager", 1.0, 1, "fp32", (3, "step")), ("deferred", 0.5, 1, "bf16", (4, "backward")),
+         ("auto", 1e9, 2, "bf16", (3, 0.02)), ("serial", 1.0, 1, "fp32", (4, "save"))]
+
+
+@pytest.mark.parametrize(("update", "clip", "accumulation", "dtype", "kill_at"), KILLS,
+                         ids=lambda value: str(value).replace(" ", ""))
+def test_killed_and_started_again(tmp_path, update, clip, accumulation, dtype, kill_at):
+    options = {"clip": clip, "accumulation": accumulation, "dtype": dtype, "update": update}
+    straight, broken = Plain(tmp_path / "straight", **options), Plain(tmp_path / "broken", **options)
+    assert straight.run() == 0
+    assert broken.run(kill_at=kill_at) == -signal.SIGKILL
+    assert broken.run() == 0
+    expected, got = straight.result(), broken.result()
+    assert kill_at[0] - 2 <= got["begun_at"] <= kill_at[0] + 1
+    assert got["lr"] == expected["lr"] and torch.equal(got["random"], expected["random"])
+    assert got["state"].keys() == expected["state"].keys()
+    assert all(torch.equal(got["state"][name], expected["state"][name]) for name in expected["state"])
+
+
+def test_trainer_follows_the_run(tmp_path):
+    """Its counter, data and learning rate; no checkpoint is needed, and an older one given is passed over."""
+    model = save_model(tmp_path, tiny_llama(tied=True, vocab_size=129))
+
+    def job(name, **more):
+        folder = tmp_path / name
+        (folder / "ssd").mkdir(parents=True, exist_ok=True)
+        section = {"ssd_paths": [str(folder / "ssd")], "chunk_bytes": "60 kB", "run_name": "t"}
+        return {"model": model, "ds_config": {**AUTO, "lohan": section}, "out": str(folder / "out"), **more}
+
+    straight, broken = job("straight"), job("broken", kill_at=5)
+    run([sys.executable, JOBS / "trainer_job.py"], straight)
+    done = run([sys.executable, JOBS / "trainer_job.py"], broken, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    at = committed_step(named_run_dirs([str(tmp_path / "broken" / "ssd")], "t"))
+    assert at in (4, 5)
+    run([sys.executable, JOBS / "trainer_job.py"], job("broken", resume=str(tmp_path / "broken/out/checkpoint-3")))
+    ours, theirs = report(broken)["log"], report(straight)["log"]
+    rest = [entry for entry in theirs if entry["step"] > at and "loss" in entry]
+    assert [entry for entry in ours if entry["step"] > at and "loss" in entry] == rest and len(rest) == STEPS - at
+    from safetensors.torch import load_file
+    a, b = (load_file(Path(j["out"]) / "final" / "model.safetensors") for j in (straight, broken))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    again = run([sys.executable, JOBS / "trainer_job.py"], job("broken"))   # a finished run trains no further
+    assert f"goes on after step {STEPS}" in again.stdout and not [e for e in report(broken)["log"] if "loss" in e]
+
+
+def config_of(tmp_path, **section):
+    (tmp_path / "ssd").mkdir(exist_ok=True)
+    return ds_config({"ssd_paths": [str(tmp_path / "ssd")], "chunk_bytes": "24KiB", "run_name": "t", **section},
+                     clip=1.0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+
+
+def train(engine, until_step):
+    while engine.global_steps < until_step:
+        engine.backward(loss_of(engine, lm_batch(128, seed=engine.global_steps)))
+        engine.step()
+
+
+def llama():
+    torch.manual_seed(0)
+    return tiny_llama()
+
+
+def test_two_processes_never_share_a_run(tmp_path):
+    with engine_for(llama(), config_of(tmp_path)) as engine:
+        train(engine, 1)
+        with pytest.raises(StoreError, match="in use by process"), engine_for(llama(), config_of(tmp_path)):
+            pass
+        train(engine, 2)
+
+
+def test_in_place_survives_a_good_end_and_says_so_after_a_bad_one(tmp_path):
+    config = config_of(tmp_path, durability="in_place")
+    with engine_for(llama(), config) as engine:
+        assert "durability in_place" in engine.offload.plan_table and not engine.offload.plan.shadow
+        train(engine, 2)
+        state = engine_state(engine)
+    with engine_for(llama(), config) as engine:
+        assert engine.global_steps == 2
+        assert_same_bits(engine_state(engine), state)
+        train(engine, 3)
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+        assert committed_step(named_run_dirs(parse(config).ssd_paths, "t")) == 3
+        train(engine, 4)
+        engine.offload.store._commits.last   # noqa: B018 - dirty by now; ends here, without destroy()'s commit
+        engine.offload.closers.remove(engine.offload._finish)
+    with pytest.raises(DirtyStore, match="checkpoint"), engine_for(llama(), config):
+        pass
+
+
+def test_a_changed_chunk_size_or_update_mode_changes_nothing(tmp_path):
+    with engine_for(llama(), config_of(tmp_path, update="deferred")) as engine:
+        train(engine, 2)
+        state = engine_state(engine)
+    with engine_for(llama(), config_of(tmp_path, chunk_bytes="48KiB", update="eager")) as engine:
+        assert engine.global_steps == 2
+        assert_same_bits(engine_state(engine), state)
+        train(engine, 3)
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    with engine_for(llama(), config_of(tmp_path)) as engine:
+        train(engine, 1)
+    torch.manual_seed(0)
+    with pytest.raises(StoreError, match="another model"), engine_for(tiny_llama(tied=True), config_of(tmp_path)):
+        pass
