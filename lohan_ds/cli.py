@@ -17,10 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lohan_ds import cli_profile, cli_store
+
 if TYPE_CHECKING:   # torch takes seconds to import, too long for --help
     from lohan_ds.testing.parity import Case, CaseResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(cli_store.app, name="store")
+app.command("profile")(cli_profile.profile_command)
 
 
 class Dtype(str, Enum):
