@@ -53,8 +53,8 @@ def main() -> None:
                 num_different += 1
                 print(f"DIFFERS (seed {args.seed}): {case}: {result.first_difference}", flush=True)
     delays = "no" if args.no_delays else "random"
-    print(f"{len(cases)} cases, seed {args.seed}, {args.steps} steps each, {delays} delays: {num_different} differ; block updates in backward: {kept} stood, {dropped} dropped; "
-          f"{time.monotonic() - start_s:.0f} s")
+    print(f"{len(cases)} cases, seed {args.seed}, {args.steps} steps each, {delays} delays: {num_different} differ; "
+          f"block updates in backward: {kept} stood, {dropped} dropped; {time.monotonic() - start_s:.0f} s")
     sys.exit(num_different > 0)
 
 

@@ -8,11 +8,7 @@ forward begins or ends, a unit's backward begins (its output's gradient has come
 else is a safety net that makes a wrong prediction slow instead of wrong: an operation on a released parameter
 fetches its block (`released_parameter.py`), and so does unpacking a saved weight in backward.
 
-[Note: saved weights]
-Autograd saves weights, and views of them, for backward. Such a tensor would keep the block's buffer alive from
-forward to backward. The pack hook recognises tensors that lie in a resident block's buffer and saves (block,
-offset, size, stride) instead; unpacking fetches the block again. If the block was updated in between, the graph
-is stale and unpacking raises, as plain torch does for an in-place change.
+What autograd saves of weights is the matter of saved_weights.py.
 
 A fetched block lives in a buffer of its own; see fetch_buffers.py for when that is used again.
 """
@@ -35,7 +31,8 @@ from lohan_ds.block import Block
 from lohan_ds.errors import StepError
 from lohan_ds.runtime.fetch_buffers import DeviceFetchBuffers, HostFetchBuffers, StagingRing
 from lohan_ds.runtime.recorder import Recorder, stalling
-from lohan_ds.runtime.released_parameter import ReleasedParameter, mark_released, mark_resident, mark_watched
+from lohan_ds.runtime.released_parameter import mark_released, mark_resident, mark_watched
+from lohan_ds.runtime.saved_weights import SavedWeights
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.work import Work
@@ -54,15 +51,6 @@ class Residency(enum.Enum):
     OFFLOADED = 0
     FETCHING = 1
     RESIDENT = 2
-
-
-class SavedWeight(NamedTuple):
-    """What autograd keeps instead of a tensor that lies in a block's buffer."""
-    block: int
-    version: int              # of the block when it was saved
-    offset: int               # elements from the start of the block
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 class _Residence:
@@ -100,7 +88,7 @@ class ParamStreamer:
         self._on_edit, self._check_background, self._set_status = on_edit, check_background, set_status
         self._lock = threading.RLock()
         self._residence = [_Residence() for _ in blocks]
-        self._block_of_storage: dict[int, int] = {}
+        self.saved = SavedWeights(self._residence, self._finish, lambda b: blocks[b].name, self._lock)
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
         largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
         planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
@@ -112,7 +100,6 @@ class ParamStreamer:
         self._placeholders = [[_placeholder(slot.shape, getattr(torch, block.dtype), device) for slot in block.slots]
                               for block in blocks]
         self._handles: list = []
-        self._num_hooked = 0                      # saved_tensors_hooks contexts that are open
         self.bytes_fetched = 0
 
     # -- attaching ---------------------------------------------------------------------------------------------
@@ -129,7 +116,7 @@ class ParamStreamer:
         for block_index, block_params in enumerate(self._params):
             for param in block_params:
                 param.lohan_access = self._access
-                param.lohan_saved_tensors_hooks = self._hooks_for_look
+                param.lohan_saved_tensors_hooks = self.saved.hooks_for_look
                 param.lohan_block = block_index
             self._drop(block_index)
 
@@ -307,7 +294,7 @@ class ParamStreamer:
                 self._set_status(param, True)
         residence.seen_versions = [p._version for p in self._params[b]]
         residence.looked_at = False
-        self._block_of_storage[buffer.untyped_storage().data_ptr()] = b
+        self.saved.add(b, buffer)
         residence.state = Residency.RESIDENT
 
     def _record_stalls(self, b: int) -> None:
@@ -353,7 +340,7 @@ class ParamStreamer:
             self._set_status(param, False)
         buffer, residence.buffer, residence.state = residence.buffer, None, Residency.OFFLOADED
         if buffer is not None:
-            self._block_of_storage.pop(buffer.untyped_storage().data_ptr(), None)
+            self.saved.remove(buffer)
             self.buffers.give(buffer)
 
     def _keep_only(self, keep: set[int]) -> None:
@@ -440,43 +427,13 @@ class ParamStreamer:
 
     # -- saved tensors -------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def saved_tensors_hooks(self):
-        """Context for a forward, or a backward that computes forwards again; see [Note: saved weights]."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            self._num_hooked += 1
-            try:
-                yield
-            finally:
-                self._num_hooked -= 1
+    def saved_tensors_hooks(self) -> contextlib.AbstractContextManager[None]:
+        """Context for a forward, or a backward that computes forwards again."""
+        return self.saved.hooks()
 
-    def _hooks_for_look(self):
-        """Context for one operation on released parameters. A checkpoint must not find our hooks inside its own."""
-        return contextlib.nullcontext() if self._num_hooked or _in_backward() else self.saved_tensors_hooks()
-
-    def _pack(self, tensor: Tensor):
-        if type(tensor) not in (Tensor, nn.Parameter, ReleasedParameter):
-            return tensor
-        b = self._block_of_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-        if b is None:
-            return tensor
-        buffer = self._residence[b].buffer
-        if buffer is None or tensor.dtype != buffer.dtype:
-            return tensor
-        return SavedWeight(b, self._residence[b].version, tensor.storage_offset() - buffer.storage_offset(),
-                           tensor.size(), tensor.stride())
-
-    def _unpack(self, saved):
-        if not isinstance(saved, SavedWeight):
-            return saved
-        with self._lock:
-            residence = self._residence[saved.block]
-            if residence.version != saved.version:
-                raise StepError(f"a weight of block {self._blocks[saved.block].name} that this backward needs was "
-                                "updated after its forward; run forward again after step()")
-            self._finish(saved.block)
-            buffer = residence.buffer
-            return buffer.as_strided(saved.size, saved.stride, buffer.storage_offset() + saved.offset)
+    def weights_version(self, index: int) -> tuple[int, ...]:
+        """Changes with every update and edit of a weight of this unit."""
+        return tuple(self._residence[b].version for b in self._units[index].blocks)
 
 
 def _in_backward() -> bool:

@@ -122,6 +122,7 @@ class _Lane:
                 event.error = raised
                 self.first_error = self.first_error or raised
             event.tensors = None
+            del dst, src   # not held while waiting for the next
             if self.on_copy is not None:
                 self.on_copy(self.kind, start, time.perf_counter(), event.nbytes)
             event.finished.set()

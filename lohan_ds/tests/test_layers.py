@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = {
-    6: {"cli", "cli_profile", "cli_store", "integrations", "profiler", "testing"},
+    6: {"cli", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "profiler", "testing"},
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
         "process_end", "run_state", "checkpoint_folder"},
     4: {"runtime"},

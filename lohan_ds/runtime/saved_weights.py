@@ -1,0 +1,109 @@
+"""`SavedWeights`: what autograd keeps of weights between forward and backward.
+
+[Note: saved weights]
+Autograd saves weights, and views of them, for backward. Such a tensor would keep the block's buffer alive from
+forward to backward. The pack hook recognises tensors that lie in a resident block's buffer and saves (block,
+offset, size, stride) instead; unpacking fetches the block again. If the block was updated in between, the graph
+is stale and unpacking raises, as plain torch does for an in-place change.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lohan_ds.errors import StepError
+from lohan_ds.runtime.released_parameter import ReleasedParameter
+
+
+class SavedWeight(NamedTuple):
+    """What autograd keeps instead of a tensor that lies in a block's buffer."""
+    block: int
+    version: int              # of the block when it was saved
+    offset: int               # elements from the start of the block
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class WeightHooks(NamedTuple):
+    """What the parameter streamer knows of weights, for whoever installs hooks on saved tensors instead of it."""
+    pack: Callable[[Tensor], Any | None]        # what to keep instead of a tensor; None if it is no weight
+    unpack: Callable[[Any], Tensor]             # the reverse; what it does not know it returns as it is
+    version: Callable[[int], Hashable]          # of a unit, by index: changes whenever one of its weights does
+
+
+class Residence(Protocol):
+    """Of a block: what is needed of it here."""
+    buffer: Tensor | None     # (numel,) block dtype, device
+    version: int              # grows with every update and edit of the block
+
+
+class SavedWeights:
+    """Under the streamer's lock: `_block_of_storage`. Of the training thread: `_num_open` and the hooks."""
+
+    def __init__(self, residences: list[Residence], make_resident: Callable[[int], None], name_of: Callable[[int], str],
+                 lock: threading.RLock):
+        self._residences, self._make_resident, self._name_of, self._lock = residences, make_resident, name_of, lock
+        self._block_of_storage: dict[int, int] = {}
+        self._num_open = 0                        # contexts of `hooks` that are open
+        self._hooks: tuple[Callable, Callable] = (self._pack, self.unpack)
+
+    def add(self, block: int, buffer: Tensor) -> None:
+        """The block is resident in `buffer`."""
+        self._block_of_storage[buffer.untyped_storage().data_ptr()] = block
+
+    def remove(self, buffer: Tensor) -> None:
+        self._block_of_storage.pop(buffer.untyped_storage().data_ptr(), None)
+
+    def use_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """From now on `hooks` installs these; they call `pack_weight` and `unpack` for what may be a weight."""
+        self._hooks = (pack, unpack)
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Context for a forward, or a backward that computes forwards again; see [Note: saved weights]."""
+        with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
+            self._num_open += 1
+            try:
+                yield
+            finally:
+                self._num_open -= 1
+
+    def hooks_for_look(self) -> contextlib.AbstractContextManager[None]:
+        """Context for one operation on released parameters. A checkpoint must not find our hooks inside its own."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return contextlib.nullcontext() if self._num_open or in_backward else self.hooks()
+
+    def pack_weight(self, tensor: Tensor) -> SavedWeight | None:
+        """What to keep instead of a tensor, None if it lies in no block."""
+        if type(tensor) not in (Tensor, nn.Parameter, ReleasedParameter):
+            return None
+        b = self._block_of_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        if b is None:
+            return None
+        buffer = self._residences[b].buffer
+        if buffer is None or tensor.dtype != buffer.dtype:
+            return None
+        return SavedWeight(b, self._residences[b].version, tensor.storage_offset() - buffer.storage_offset(),
+                           tensor.size(), tensor.stride())
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor again, with today's values; anything but a SavedWeight as it is. StepError if they changed."""
+        if not isinstance(saved, SavedWeight):
+            return saved
+        with self._lock:
+            residence = self._residences[saved.block]
+            if residence.version != saved.version:
+                raise StepError(f"a weight of block {self._name_of(saved.block)} that this backward needs was "
+                                "updated after its forward; run forward again after step()")
+            self._make_resident(saved.block)
+            buffer = residence.buffer
+            return buffer.as_strided(saved.size, saved.stride, buffer.storage_offset() + saved.offset)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        saved = self.pack_weight(tensor)
+        return tensor.detach() if saved is None else saved   # [Note: detached] in activation_items.py
