@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from integration_tests.doubles import one_compute_thread, use_doubles  # noqa: F401 - a fixture
+from integration_tests.doubles import (engine_config, make_batches, one_compute_thread,  # noqa: F401 - a fixture
+                                       train_engine, train_twin, use_doubles)
 from lohan_ds.errors import StepError
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.testing.delayed_streams import DelayedStreams
@@ -389,3 +390,23 @@ def test_evaluation_between_steps(tmp_path):
                 assert ours == loss_of(pair.twin.model, lm_batch(129, seed=5)).item()
             assert pair.swapper.stats()["swap_ssd_bytes_out"] == out_bytes
         pair.check()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "host", "ssd"])
+@pytest.mark.parametrize("param_tier", ["host", "ssd"])
+def test_chosen_by_the_config(tmp_path, activations, param_tier):
+    """The twin's bits, with clipping and accumulation; nothing is left on the SSD."""
+    torch.manual_seed(0)
+    section = {"param_tier": param_tier, "optimizer_tier": "ssd", "activations": activations}
+    if activations in ("host", "ssd"):
+        section["activation_space"] = "4MB"
+    model = tiny_llama()
+    batches = make_batches(model, 3, 2)
+    with engine_for(model, engine_config(tmp_path, "bf16", 1.0, 2, **section)) as engine:
+        train_engine(engine, batches)
+        state, stats = engine_state(engine), engine.lohan_stats()
+    torch.manual_seed(0)
+    assert_same_bits(state, train_twin(tiny_llama(), batches, "bf16", 1.0))
+    moved = sum(value for key, value in stats.items() if "swap_ssd" in key)
+    assert (moved > 0) == (activations == "ssd"), stats
+    assert list(tmp_path.iterdir()) == []

@@ -85,6 +85,15 @@ class LohanConfig(pydantic.BaseModel):
     the SSDs and one sync per step. "in_place": where it ended, if in good order; after a crash only its last checkpoint
     is left. By default shadow where the SSDs have room for it."""
 
+    activations: Literal["keep", "recompute", "host", "ssd"] | None = _setting(
+        '"keep", "recompute", "host" or "ssd"', "keep")
+    """What becomes of what a layer saves for backward: "keep" leaves it on the device; "recompute" keeps the layer's
+    input and computes the rest again; "host" and "ssd" swap it out and back, as far as `activation_space` reaches (on a
+    CPU "host" is keep). The results are the same. What the model's own gradient checkpointing takes is left to it."""
+
+    activation_space: int | None = _setting("size", "none")
+    """Bytes on the host or on all `ssd_paths` together for `activations` "host" or "ssd". What does not fit is kept."""
+
     prefetch_depth: int | None = Field(None, ge=0, json_schema_extra={"what": "units", "automatic": "2"})
     """Units (layers) fetched ahead of the one that computes. By default 2: one in transfer, one ready. More needs
     more device memory; 0 fetches each when it is needed."""
@@ -117,7 +126,8 @@ class LohanConfig(pydantic.BaseModel):
             raise ConfigError(f"lohan.ssd_paths[{paths.index('')}]: empty; name a directory on the SSD")
         return paths
 
-    @pydantic.field_validator("ssd_space", "host_memory", "device_memory", "chunk_bytes", mode="before")
+    @pydantic.field_validator("ssd_space", "host_memory", "device_memory", "chunk_bytes", "activation_space",
+                              mode="before")
     @classmethod
     def _size(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         key = f"lohan.{info.field_name}"
@@ -140,9 +150,19 @@ class LohanConfig(pydantic.BaseModel):
         wanting = [f"lohan.{name} is {getattr(self, name)!r}" for name in ("optimizer_tier", "param_tier")
                    if getattr(self, name) == "ssd"]
         wanting += [f"lohan.ssd_space is {self.ssd_space}"] if self.ssd_space is not None else []
+        wanting += ["lohan.activations is 'ssd'"] if self.activations == "ssd" else []
         wanting += [f"lohan.run_name is {self.run_name!r}"] if self.run_name is not None else []
         if wanting and not self.ssd_paths:
             raise ConfigError(f"lohan.ssd_paths: missing, and {wanting[0]}; name a directory on the SSD")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_activation_space(self) -> LohanConfig:
+        swaps = self.activations in ("host", "ssd")
+        if swaps != (self.activation_space is not None):
+            raise ConfigError(f"lohan.activation_space: {'missing' if swaps else 'without effect'}, since "
+                              f"lohan.activations is {self.activations!r}; "
+                              + ("name a size" if swaps else "remove it, or swap to host or ssd"))
         return self
 
     @pydantic.model_validator(mode="after")

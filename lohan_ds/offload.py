@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,19 +21,25 @@ from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget, available_host_bytes
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks
+from lohan_ds.plan import ActivationPlan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
+from lohan_ds.runtime.activation_swapper import ActivationSwapper
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
 from lohan_ds.runtime.recorder import Recorder
+from lohan_ds.runtime.saved_weights import WeightHooks
 from lohan_ds.runtime.streams import Streams, make_streams
+from lohan_ds.runtime.swap_space import SwapSpace
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
+from lohan_ds.store.run_dirs import RunDirs
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.updater import Updater
 
 logger = logging.getLogger(__name__)
+NUM_SWAP_BUFFERS, SWAP_BUFFER_BYTES = 4, 8 << 20   # between device and SSD
 _M_MMAP_THRESHOLD = -3   # of malloc.h
 
 
@@ -53,6 +60,7 @@ class Offload:
         self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
+        self.swapper: ActivationSwapper | None = None   # None: the plan keeps all activations
         self._finish: Callable[[], None] | None = None   # the first of them, of a durable run
         self.recorder: Recorder | None = None   # None: nobody asked for a report or a trace
         if config.step_report or config.trace_path:
@@ -74,14 +82,13 @@ class Offload:
         if self.recorder is not None:
             streams.on_copy = self.recorder.copy_span
         self.io, run_dirs = None, []
-        if "ssd" in self.plan.param_tier + self.plan.state_tier:
+        if "ssd" in self.plan.param_tier + self.plan.state_tier or self.plan.activations.ssd_bytes:
             self.io = make_io(config.with_defaults().ssd_threads)
             self.closers.append(self.io.close)
             if self.recorder is not None:
                 self.io.on_span = self.recorder.ssd_span
             run_dirs = (named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else
-                        [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8]))
-                         for path in config.ssd_paths])
+                        _scratch_dirs(config))
         reopen = config.run_name is not None and read_manifests(run_dirs) is not None
         self.store = BlockStore(self.blocks, self.plan, self.pool, self.io, run_dirs, reopen)
         self.closers.append(self.store.close)
@@ -104,9 +111,38 @@ class Offload:
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
                                       self._on_edit, self.gradients.updater.check, set_status, self.recorder)
         self.streamer.attach()
+        if self.plan.activations.policies:
+            self._attach_swapper(config)
         if self.is_durable:
             self._finish = functools.partial(_finish, self.gradients.updater, self.store)
             self.closers.append(self._finish)
+
+    def _attach_swapper(self, config: LohanConfig) -> None:
+        swap, dirs = self.plan.activations, []
+        if swap.ssd_bytes:   # scratch, whatever the store is
+            num_dirs = len(config.ssd_paths)
+            scratch = RunDirs(_scratch_dirs(config), [-(-swap.ssd_bytes // num_dirs)] * num_dirs)
+            self.closers.append(scratch.close)
+            dirs = scratch.paths
+        space = SwapSpace(swap, self.pool, self.io, dirs, self.streams)
+        self.closers.append(space.close)
+        saved = self.streamer.saved
+        weights = WeightHooks(saved.pack_weight, saved.unpack, self.streamer.weights_version)
+        self.swapper = ActivationSwapper([(unit.name, unit.module) for unit in self.model_blocks.units], swap,
+                                         space.tiers, self.streams, self.device, weights)
+        self.swapper.attach()
+        saved.use_hooks(*self.swapper.saved_tensors_hooks)
+
+    def end_backward(self) -> None:
+        self.streamer.end_backward()
+        if self.swapper is not None:
+            self.swapper.end_backward()
+
+    def reset(self) -> None:
+        """After an exception in forward or backward."""
+        self.streamer.reset()
+        if self.swapper is not None:
+            self.swapper.reset()
 
     def close(self) -> None:
         if self.streamer is not None and self.closers:
@@ -116,6 +152,8 @@ class Offload:
                 _end_recording(self.recorder, self.gradients.updater)
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
+            if self.swapper is not None:
+                self.closers.append(self.swapper.detach)
         close_all(self.closers)
 
     # -- runs with a name ----------------------------------------------------------------------------------------
@@ -189,12 +227,13 @@ class Offload:
 
     def stats(self) -> dict[str, int]:
         """Bytes so far: read from and written to the SSDs; bytes at rest on host and SSD; peak of the host pool.
-        Block updates made in backward that stood, and that were dropped."""
+        Block updates made in backward that stood, and that were dropped. `ActivationSwapper.stats`, if there is one."""
         return {"ssd_bytes_read": self.store.bytes_read, "ssd_bytes_written": self.store.bytes_written,
                 "host_bytes": self.budget.used_bytes, "host_peak_bytes": self.budget.peak_bytes,
                 "ssd_bytes": self.store.ssd_bytes, "param_bytes_fetched": self.streamer.bytes_fetched,
                 "updates_speculated": self.gradients.updater.num_speculated,
-                "updates_dropped": self.gradients.updater.num_dropped}
+                "updates_dropped": self.gradients.updater.num_dropped,
+                **(self.swapper.stats() if self.swapper is not None else {})}
 
 
 def _finish(updater: Updater, store: BlockStore) -> None:
@@ -250,9 +289,28 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
                            run_dirs if existing is not None else [])
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
-                          config.prefetch_depth, chunk_bytes, accumulation, durability)
+                          config.prefetch_depth, chunk_bytes, accumulation, durability,
+                          _activation_plan(config, model_blocks))
     plan, blocks = make_plan(_model_size(model_blocks), request, budgets)
     return model_blocks._replace(blocks=blocks), plan, budgets
+
+
+def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> ActivationPlan:
+    """The same policy for all layers: units whose class occurs more than once. What there is one of only is kept."""
+    if config.activations in (None, "keep"):
+        return ActivationPlan()
+    policy = config.activations if config.activations == "recompute" else f"swap_{config.activations}"
+    count = Counter(type(unit.module) for unit in model_blocks.units)
+    policies = tuple((("", policy),) if count[type(unit.module)] > 1 and any(unit.module.children()) else ()
+                     for unit in model_blocks.units)
+    space = config.activation_space or 0
+    if config.activations == "ssd":
+        return ActivationPlan(policies, ssd_bytes=space, num_buffers=NUM_SWAP_BUFFERS, buffer_bytes=SWAP_BUFFER_BYTES)
+    return ActivationPlan(policies, host_bytes=space)
+
+
+def _scratch_dirs(config: LohanConfig) -> list[str]:
+    return [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8])) for path in config.ssd_paths]
 
 
 def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int, own_dirs: Sequence[str] = ()) -> Budgets:

@@ -136,7 +136,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self._take_gradient(*self.offload.place_of(param), param)
 
     def independent_gradient_partition_epilogue(self) -> None:
-        self.offload.streamer.end_backward()
+        self.offload.end_backward()
 
     overlapping_partition_gradients_reduce_epilogue = independent_gradient_partition_epilogue
 
@@ -173,6 +173,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         if not self.is_committed:   # step() was not called through the engine
             self.commit_step()
         self._refuse_unfrozen()
+        if offload.swapper is not None:
+            offload.swapper.end_step()
         offload.streamer.release_all()   # first: what it refuses leaves the step as it was
         self._step_is_open, self.is_committed = False, False
         scale = self.loss_scale
@@ -204,7 +206,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.zero_grad()
         self._step_is_open = False
         self.offload.gradients.drop()
-        self.offload.streamer.reset()
+        self.offload.reset()
         self._backward_active_depth = 0
         self.clear_backward_seen_flag()
 
@@ -282,7 +284,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """As above."""
 
     def empty_partition_cache(self) -> None:
-        self.offload.streamer.end_backward()
+        self.offload.end_backward()
 
     def destroy(self) -> None:
         for handle in self._handles:

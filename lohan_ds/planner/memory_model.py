@@ -34,7 +34,7 @@ def needs(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
     rebuilt. Grows with `prefetch_depth`, `chunk_numel` and `shadow`, never shrinks; the search relies on that.
     """
     items = [*_at_rest(model, plan), *_for_store(model, plan), *_for_update(model, plan),
-             *_for_compute(model, plan, unified)]
+             *_for_compute(model, plan, unified), *_for_activations(plan, unified)]
     return [item for item in items if item.nbytes > 0]
 
 
@@ -81,6 +81,14 @@ def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
             Need("host", f"state read ahead ({plan.num_read_ahead_chunks} chunks)",
                  plan.num_read_ahead_chunks * record_bytes),
             Need("host", "fp32 gradient of one chunk", scratch_numel * 4)]
+
+
+def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
+    """Where activations are swapped to. Those that are kept depend on the batch."""
+    swap = plan.activations
+    return [Need("host", "swapped activations", 0 if unified else swap.host_bytes),
+            Need("host", f"buffers of swapped activations ({swap.num_buffers})", swap.num_buffers * swap.buffer_bytes),
+            Need("ssd", "swapped activations", swap.ssd_bytes)]
 
 
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:

@@ -14,7 +14,7 @@ from itertools import chain, combinations, product
 from lohan_ds.block import PAGE_NUMEL, Block, chunk_numel_for
 from lohan_ds.config import AUTOMATIC
 from lohan_ds.errors import CapacityError
-from lohan_ds.plan import Durability, OffloadPlan, Tier, UpdateMode
+from lohan_ds.plan import ActivationPlan, Durability, OffloadPlan, Tier, UpdateMode
 from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, table, total_bytes,
                                             update_buffer_bytes)
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
@@ -60,6 +60,7 @@ class PlanRequest:
     chunk_bytes: int | None       # of a state record; None starts at 16 MiB and halves as needed
     accumulation: int             # micro-steps per step; more than 1 holds gradients in fp32
     durability: Durability | None = "none"   # None: shadow if it fits, else in_place; both keep every tier on SSD
+    activations: ActivationPlan = ActivationPlan()
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class _Space:
     accumulate_fp32: tuple[bool, ...]
     updates: tuple[UpdateMode, ...]   # "eager" comes with shadow slots
     durabilities: tuple[Durability, ...]   # "shadow" too; "in_place" has none
+    activations: ActivationPlan            # as the request says
 
     def plans(self, num_blocks: int) -> Iterator[OffloadPlan]:
         """Every plan, best first; tiers are tried before smaller chunks and less prefetch."""
@@ -155,7 +157,8 @@ class _Space:
                 continue
             yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, update, self.depths[depth],
                               self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate],
-                              shadow=update == "eager" or durability == "shadow", durability=durability)
+                              shadow=update == "eager" or durability == "shadow",
+                              activations=self.activations, durability=durability)
 
     def smallest(self) -> _Space:
         """Without the choices that only cost memory: needs grow with depth, chunk size and shadow slots."""
@@ -175,7 +178,8 @@ def _space(request: PlanRequest, with_ssd: bool) -> _Space:
                       else (chunk_numel_for(request.chunk_bytes),)),
         accumulate_fp32=(request.accumulation > 1,),
         updates=("deferred",) if request.update in (None, "auto") else (request.update,),
-        durabilities=("shadow", "in_place") if request.durability is None else (request.durability,))
+        durabilities=("shadow", "in_place") if request.durability is None else (request.durability,),
+        activations=request.activations)
 
 
 def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Space:
