@@ -20,12 +20,15 @@ python -m pip install --quiet --no-deps --target "$wheels/site" "$wheels"/lohan_
     PYTHONPATH="$wheels/site" python - "$wheels" <<'PY'
 import sys
 from importlib.metadata import distributions
+from pathlib import Path
 
 import lohan_ds.cli
 import lohan_ds.ops
 import lohan_ds.store
 
 assert lohan_ds.ops.__file__.startswith(sys.argv[1]) and lohan_ds.__file__.startswith(sys.argv[1]), lohan_ds.__file__
+assert (Path(lohan_ds.ops.__file__).parent / "csrc/cpu_adam/loop.h").exists()
+assert (Path(lohan_ds.__file__).parent / "planner/machines/rtx4090-128gb-2ssd.json").exists()
 (wheel,) = distributions(name="lohan_ds", path=[sys.argv[1] + "/site"])
 assert {entry.group for entry in wheel.entry_points} == {"torch.backends", "console_scripts"}
 PY

@@ -4,6 +4,7 @@ No test here looks at a clock alone: a duration is only compared with that of th
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -95,11 +96,24 @@ class SkippingModel(OddModel):
         return nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels.flatten())
 
 
+def use_plan(monkeypatch, **changes):
+    """Engines made from now on have plans with these changes, whatever the planner would give them."""
+    import lohan_ds.offload
+    make_plan = lohan_ds.offload.make_plan
+
+    def changed(*args, **kwargs):
+        plan, blocks = make_plan(*args, **kwargs)
+        return dataclasses.replace(plan, **changes), blocks
+
+    monkeypatch.setattr(lohan_ds.offload, "make_plan", changed)
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("prefetch_depth", [0, 1])
+@pytest.mark.parametrize("prefetch_depth,num_chunk_buffers", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("doubles", [False, True])
-@pytest.mark.parametrize("update", ["serial", "deferred"])
-def test_smallest_pools(prefetch_depth, doubles, update, tmp_path, monkeypatch):
+@pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
+def test_smallest_pools(prefetch_depth, num_chunk_buffers, doubles, update, tmp_path, monkeypatch):
+    use_plan(monkeypatch, num_chunk_buffers=num_chunk_buffers, num_read_ahead_chunks=num_chunk_buffers)
     if doubles:
         use_doubles(monkeypatch, DelayedStreams(1, max_delay_s=0.001),
                     functools.partial(FaultyIo, seed=1, max_delay_s=0.001))
@@ -122,6 +136,56 @@ def test_smallest_pools(prefetch_depth, doubles, update, tmp_path, monkeypatch):
             with torch.no_grad():
                 assert loss_of(engine, batch).item() == loss_of(twin_model, batch).item()
         assert_same_bits(engine_state(engine), twin.state())
+
+
+class CountedIo(SlowWrites):
+    """Counts the bytes of requests that have been made and have not ended."""
+
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self.count_lock = threading.Lock()
+        self.in_flight_bytes = {"read": 0, "write": 0}
+        self.peak_bytes = {"read": 0, "write": 0}
+
+    def _count(self, verb, nbytes):
+        with self.count_lock:
+            self.in_flight_bytes[verb] += nbytes
+            self.peak_bytes[verb] = max(self.peak_bytes[verb], self.in_flight_bytes[verb])
+
+    def read(self, file, offset, buffer, *args, **kwargs):
+        self._count("read", buffer.numel())
+        work = super().read(file, offset, buffer, *args, **kwargs)
+        work.on_done(lambda: self._count("read", -buffer.numel()))
+        return work
+
+    def write(self, file, offset, buffer, *args, **kwargs):
+        self._count("write", buffer.numel())
+        work = super().write(file, offset, buffer, *args, **kwargs)
+        work.on_done(lambda: self._count("write", -buffer.numel()))
+        return work
+
+
+@pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
+def test_bytes_in_flight_stay_within_the_buffers(update, tmp_path, monkeypatch):
+    """However slow the drive is, requests do not pile up: memory stays what the plan says (user case D27)."""
+    use_doubles(monkeypatch, make_io=CountedIo)
+    use_plan(monkeypatch, num_read_ahead_chunks=1)
+    model = OddModel(num_layers=12)
+    with engine_for(model, engine_config(tmp_path, "bf16", update=update, chunk_bytes="24KiB",
+                                         ssd_threads=1)) as engine:
+        io, plan, store = engine.offload.io, engine.offload.plan, engine.offload.store
+        buffers_bytes = (plan.num_chunk_buffers + plan.num_read_ahead_chunks) * store.chunk_buffer_bytes
+        held_bytes = []
+        for step in make_batches(model, 3):
+            io.peak_bytes = {"read": 0, "write": 0}
+            train_engine(engine, [step])
+            held_bytes.append(engine.offload.budget.used_bytes)
+        engine.offload.gradients.updater.drain()
+        fetched_bytes = (plan.prefetch_depth + 2) * max(block.param_bytes for block in engine.offload.blocks)
+        updated_bytes = sum(block.state_bytes for block in engine.offload.blocks)
+        assert 0 < io.peak_bytes["write"] <= buffers_bytes < updated_bytes / 4
+        assert 0 < io.peak_bytes["read"] <= buffers_bytes + fetched_bytes
+        assert held_bytes[1:] == held_bytes[:1] * 2
 
 
 # -- overlap ---------------------------------------------------------------------------------------------------------

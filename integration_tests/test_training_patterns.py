@@ -26,7 +26,7 @@ from lohan_ds.testing.twin import Twin, assert_same_bits
 
 LR = 1e-2
 TIERS = pytest.mark.parametrize("tier", ["host", "ssd"])
-UPDATES = pytest.mark.parametrize("update", ["serial", "deferred"])
+UPDATES = pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
 
 
 @pytest.fixture(autouse=True)

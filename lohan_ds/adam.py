@@ -1,12 +1,7 @@
-"""The one Adam: an exact in-place update of flat fp32 arrays on the CPU, in plain torch. No threads, no storage.
+"""The one Adam: an exact in-place update of flat fp32 arrays on the CPU. No storage, and no thread outlives a call.
 
-[Note: bits that do not depend on the cut]
-torch's fused CPU kernel computes whole vectors and then the last few elements one by one, and the two round
-differently (measured on AVX2: 0.7 % of `exp_avg_sq` in pieces of 1..130 elements, 1 ulp). So an element's bits would
-depend on whether the array it is updated in is padded, and a parameter of 7 elements would differ between the
-in-memory twin (7 alone) and a block (7 and padding). Here the rest after the last multiple of `LANE_NUMEL` elements
-goes through a zero-padded scratch, so every element goes through the vector code. Alignment and threads do not matter:
-the kernel loads unaligned, and its threads cut at whole vectors.
+Which operations give the result, and in which order they round, is said in ops/cpu_adam_twin.py; every way to compute
+it gives the same bits, so it depends neither on the cut nor on threads, the processor or whether there is a compiler.
 """
 from __future__ import annotations
 
@@ -14,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lohan_ds.errors import ConfigError
+from lohan_ds.ops.cpu_adam import PIECE_NUMEL, AdamStep, update_
 
-LANE_NUMEL = 32               # elements; a multiple of every vector width (AVX2 8, AVX-512 16, NEON 4, SVE 8)
-PIECE_NUMEL = 1024 * 1024     # elements upcast and updated at a time: 4 MiB of scratch, which stays in the cache
+__all__ = ["PIECE_NUMEL", "AdamHyper", "adam_update_", "check_supported", "hyper_from_group"]
 
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 
@@ -37,33 +31,23 @@ class AdamHyper:
 
 
 def adam_update_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, hyper: AdamHyper,
-                 coefficient: float = 1.0, scratch: Tensor | None = None) -> None:
+                 coefficient: float = 1.0, scratch: Tensor | None = None, out: Tensor | None = None,
+                 num_threads: int | None = None) -> None:
     """One Adam step, in place on `master`, `exp_avg` and `exp_avg_sq`; `grad` is only read.
 
-    master, exp_avg, exp_avg_sq: (numel,) fp32, CPU, contiguous. grad: (numel,) fp32, bf16 or fp16, CPU, contiguous.
+    master, exp_avg, exp_avg_sq: (numel,) fp32. grad: (numel,) fp32, bf16 or fp16. out: (numel,) bf16 or fp16, becomes
+    `master` rounded to the nearest. All on the CPU, contiguous, and none overlaps another: ValueError otherwise.
     step: the count after this update, 1 for the first. coefficient: what the gradient is multiplied by, as an fp32
     scalar after the upcast; exactly 1.0 leaves it alone. scratch: (>= min(numel, PIECE_NUMEL),) fp32, overwritten;
-    allocated when needed and not given.
+    only used without the native operator, allocated then when not given. num_threads: torch's number when not given.
 
-    The result has the same bits however the arrays are cut and with any thread count; see the note on top.
-    Blocks for the whole computation; may be called from any thread, but never twice at once with one scratch.
+    The result has the same bits however the arrays are cut and with any thread count.
+    Blocks for the whole computation; may be called from any thread, but never twice at once with one scratch. The first
+    call of a process may compile the operator, which takes seconds.
     """
-    numel = master.numel()
     assert step >= 1, step
-    for tensor in (master, exp_avg, exp_avg_sq):
-        assert tensor.shape == (numel,) and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    assert grad.shape == (numel,) and grad.is_floating_point() and grad.is_contiguous()
-    needs_scratch = grad.dtype != torch.float32 or coefficient != 1.0
-    piece_numel = PIECE_NUMEL if needs_scratch else numel
-    if needs_scratch and scratch is None:
-        scratch = torch.empty(min(numel, piece_numel), dtype=torch.float32)
-    with torch.no_grad():
-        for start in range(0, numel, piece_numel or 1):
-            end = min(start + piece_numel, numel)
-            piece = grad[start:end]
-            if needs_scratch:
-                piece = _scaled_fp32(piece, coefficient, scratch[:end - start])
-            _update_piece_(master[start:end], piece, exp_avg[start:end], exp_avg_sq[start:end], step, hyper)
+    at = AdamStep(hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.decoupled, step, coefficient)
+    update_(master, grad, exp_avg, exp_avg_sq, at, out, num_threads, scratch)
 
 
 def check_supported(group: Mapping[str, Any]) -> None:
@@ -85,37 +69,3 @@ def hyper_from_group(group: Mapping[str, Any], decoupled: bool) -> AdamHyper:
     beta1, beta2 = group["betas"]
     return AdamHyper(lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=float(group["eps"]),
                      weight_decay=float(group["weight_decay"]), decoupled=decoupled)
-
-
-def _scaled_fp32(grad: Tensor, coefficient: float, out: Tensor) -> Tensor:
-    """`grad` upcast and multiplied into `out` (fp32), which is returned. fp32 is multiplied without a copy first."""
-    if coefficient == 1.0:
-        return out.copy_(grad)
-    if grad.dtype == torch.float32:
-        return torch.mul(grad, coefficient, out=out)
-    return out.copy_(grad).mul_(coefficient)
-
-
-def _update_piece_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int,
-                   hyper: AdamHyper) -> None:
-    """All (numel,) fp32. See [Note: bits that do not depend on the cut] for the rest."""
-    numel = master.numel()
-    body = numel // LANE_NUMEL * LANE_NUMEL
-    if body == numel:
-        _fused_(master, grad, exp_avg, exp_avg_sq, step, hyper)
-        return
-    if body:
-        _fused_(master[:body], grad[:body], exp_avg[:body], exp_avg_sq[:body], step, hyper)
-    rest = numel - body
-    padded = torch.zeros(4, LANE_NUMEL)                  # master, grad, exp_avg, exp_avg_sq
-    for row, tensor in zip(padded, (master, grad, exp_avg, exp_avg_sq)):
-        row[:rest].copy_(tensor[body:])
-    _fused_(*padded, step, hyper)
-    for row, tensor in ((padded[0], master), (padded[2], exp_avg), (padded[3], exp_avg_sq)):
-        tensor[body:].copy_(row[:rest])
-
-
-def _fused_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, hyper: AdamHyper) -> None:
-    fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
-    fused([master], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))], lr=hyper.lr, beta1=hyper.beta1,
-          beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=False)

@@ -14,6 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
 from lohan_ds import process_end
+from lohan_ds.checkpoint_folder import restore_replaced, whole_checkpoint
 from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError
 from lohan_ds.offload import Offload
@@ -261,16 +262,23 @@ class LohanEngine(DeepSpeedEngine):
         if os.path.exists(os.path.join(load_dir, RUN_MARK)):
             return load_dir, {}   # stands for this run, which is there already
         self.reset_step()   # what was accumulated belongs to the state that is replaced
+        restore_replaced(load_dir)
         result = super().load_checkpoint(load_dir, *args, **kwargs)
         if result[0] is not None:
             self.random_state = None
             self._commit_step(result[0])
         return result
 
-    def save_checkpoint(self, save_dir, *args, **kwargs):
-        result = super().save_checkpoint(save_dir, *args, **kwargs)
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True,  # noqa: B006 - as DeepSpeed's
+                        exclude_frozen_parameters=False):
+        """As DeepSpeed's; but the checkpoint appears as a whole, on disk, before `latest` names it."""
+        if self.offload is None or not save_dir:
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        with whole_checkpoint(save_dir, tag, save_latest) as new_tag:
+            super().save_checkpoint(save_dir, new_tag, client_state, False, exclude_frozen_parameters)
         self._commit_step(os.path.abspath(save_dir))
-        return result
+        return True
 
     def _save_zero_checkpoint(self, save_path, tag):
         if self.offload is not None:

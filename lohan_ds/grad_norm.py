@@ -1,44 +1,31 @@
 """The global gradient norm, in bits that depend on nothing but the gradients.
 
 [Note: segments]
-Squares are summed in fp64 per segment of 16,384 elements, counted from the parameter's own start, and the segments are
-combined by `math.fsum`, whose result does not depend on the order. torch splits a sum over threads only from 32,768
-elements on, so the sum of one segment does not depend on the thread count (65,536 would). The squares of bf16, fp16
-and fp32 values are exact in fp64 (fp32: 48 bits).
+Squares are summed in fp64 per segment of 16,384 elements, counted from the parameter's own start, in an order that
+ops/grad_accumulate.py fixes, and the segments are combined by `math.fsum`, whose result does not depend on the order.
+The squares of bf16, fp16 and fp32 values are exact in fp64 (fp32: 48 bits). A segment's sum is finite exactly if all
+its elements are.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-SEGMENT_NUMEL = 16_384               # elements
-_BLOCK_NUMEL = 64 * SEGMENT_NUMEL    # elements upcast at a time: 8 MiB of fp64
+from lohan_ds.ops.grad_accumulate import SEGMENT_NUMEL, accumulate_, sums_of_squares
+
+__all__ = ["SEGMENT_NUMEL", "accumulate_", "clip_coefficient", "global_norm", "sum_of_squares"]
 
 
-def sum_of_squares(flat: Tensor) -> list[float]:
+def sum_of_squares(flat: Tensor, num_threads: int | None = None) -> list[float]:
     """The fp64 sum of squares of each segment of one parameter's gradient.
 
     flat: (numel,) fp32, bf16 or fp16, CPU, starting at the parameter's first element; or a piece of it that starts at
-    a multiple of SEGMENT_NUMEL elements and gives the same numbers as the whole does there. Needs 8 MiB at most.
+    a multiple of SEGMENT_NUMEL elements and gives the same numbers as the whole does there. `accumulate_` gives the
+    same numbers while it takes a gradient into a buffer. num_threads: torch's number when not given.
     """
-    assert flat.dim() == 1 and flat.is_floating_point(), (flat.shape, flat.dtype)
-    numel = flat.numel()
-    parts: list[float] = []
-    with torch.no_grad():
-        block = torch.empty(min(numel, _BLOCK_NUMEL), dtype=torch.float64)
-        for start in range(0, numel, _BLOCK_NUMEL):
-            piece = flat[start:start + _BLOCK_NUMEL]
-            squares = block[:piece.numel()]
-            squares.copy_(piece).mul_(squares)
-            whole = piece.numel() // SEGMENT_NUMEL * SEGMENT_NUMEL
-            if whole:
-                parts += squares[:whole].view(-1, SEGMENT_NUMEL).sum(dim=1).tolist()
-            if whole < piece.numel():
-                parts.append(squares[whole:].sum().item())
-    return parts
+    return sums_of_squares(flat, num_threads)
 
 
 def global_norm(parts: Iterable[float]) -> float:

@@ -21,6 +21,7 @@ from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget, available_host_bytes
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks
+from lohan_ds.ops.loader import native
 from lohan_ds.plan import ActivationPlan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
@@ -102,6 +103,8 @@ class Offload:
         elif self.is_durable:
             self.store.commit(0, b"")
         _return_freed_memory()
+        for operator in ("cpu_adam", "grad_accumulate"):
+            native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder)
         self.closers.append(self.gradients.close)
         if self.recorder is not None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lohan_ds.adam import AdamHyper, adam_update_
+from lohan_ds.adam import PIECE_NUMEL, AdamHyper, adam_update_
 from lohan_ds.block import Block, Chunk
 from lohan_ds.errors import StepError
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
@@ -65,6 +65,12 @@ class _Job:
     all_issued: bool = False
 
 
+@dataclass(eq=False)
+class _Due:
+    """That a block is announced to the store, and not published yet. Another one for every update."""
+    for_step: int | None
+
+
 class _Piece(NamedTuple):
     job: _Job
     chunk: Chunk
@@ -90,14 +96,15 @@ class Updater:
         self._protocol = StepProtocol(self._shadow)
         self._condition = threading.Condition()
         self._recipes: dict[int, BlockUpdate] = {}   # of blocks that may be taken
-        self._due: dict[int, int | None] = {}        # announced to the store, and not published yet: `for_step`
+        self._due: dict[int, _Due] = {}              # by block
         self._num_publishing = 0
         self._num_writing = 0                        # blocks whose last writes are under way
         self._error: BaseException | None = None     # the first failure of background work
         self._stopping = False                       # set once, by any thread
         self.num_speculated = 0                      # blocks whose speculative update stood, all steps
         largest = max((c.numel for block in blocks if block.trainable for c in block.chunks), default=0)
-        self._scratch = pool.alloc(max(largest, 1) * 4, "gradient scratch of the update").view(torch.float32)
+        scratch_numel = max(min(largest, PIECE_NUMEL), 1)
+        self._scratch = pool.alloc(scratch_numel * 4, "gradient scratch of the update").view(torch.float32)
         self._ring = BufferRing(pool, num_chunk_buffers, max(store.chunk_buffer_bytes, 1),
                                 "chunk buffers of the update")
         self._ahead = ReadAhead(blocks, store, pool, num_read_ahead_chunks, self._wake)   # of the updating thread
@@ -161,8 +168,9 @@ class Updater:
         """
         for update in updates:
             self._store.announce_update(update.block.index)
+        due = {update.block.index: _Due(update.for_step) for update in updates}
         with self._condition:
-            self._due.update((update.block.index, update.for_step) for update in updates)
+            self._due.update(due)
             self._ahead_orders.append(self._ahead.end)
             before = [self._protocol.stage(update.block.index) for update in updates]
             publish = self._protocol.decide(stands, [update.block.index for update in updates])
@@ -176,17 +184,19 @@ class Updater:
         if error is not None:   # since step() looked: nobody else is going to end these updates
             self._fail_due(error)
         for block_index in publish:
-            self._publish(block_index)
+            self._publish(block_index, due[block_index])
 
-    def _publish(self, block_index: int) -> None:
-        """`_num_publishing` counts it already: nobody may see the protocol idle before the store has published."""
+    def _publish(self, block_index: int, due: _Due | None) -> None:
+        """`_num_publishing` counts it already: nobody may see the protocol idle before the store has published. By the
+        time that `due` is struck off, the block may be due again."""
         try:
             self._store.publish(block_index)
         except AssertionError:   # failed meanwhile
             if self._error is None:
                 raise
         with self._condition:
-            self._due.pop(block_index, None)
+            if due is not None and self._due.get(block_index) is due:
+                del self._due[block_index]
             self._num_publishing -= 1
             self._condition.notify_all()
 
@@ -199,7 +209,7 @@ class Updater:
     def oldest_due_step(self) -> int | None:
         """The first `for_step` of which step() has decided blocks that are not published yet; None: there is none."""
         with self._condition:
-            return min(self._due.values(), default=None)
+            return min((due.for_step for due in self._due.values()), default=None)
 
     def stages(self) -> list[Stage]:
         """Of every block, right now."""
@@ -311,11 +321,13 @@ class Updater:
             self._end_if_done(job)
             return
         start = time.perf_counter() if self.on_span is not None else 0.0
+        covered = sum(run.end - run.start for run in piece.runs) == piece.chunk.numel
         for run in piece.runs:
             part = slice(run.start - piece.chunk.start, run.end - piece.chunk.start)
+            out = arrays.params[part] if covered and arrays.params is not None else None
             adam_update_(arrays.master[part], update.grads[run.start:run.end], arrays.exp_avg[part],
-                         arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, scratch=self._scratch)
-        if arrays.params is not None:
+                         arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, self._scratch, out)
+        if arrays.params is not None and not covered:   # gaps between parameters, and those that got no gradient
             arrays.params.copy_(arrays.master)
         if self.on_span is not None:
             state_bytes = 12 * sum(run.end - run.start for run in piece.runs)
@@ -340,12 +352,13 @@ class Updater:
             self.fail(error)
         block_index, publish = job.update.block.index, False
         with self._condition:
+            due = self._due.get(block_index)
             if self._error is None:
                 publish = self._protocol.ended(block_index)
                 self._num_publishing += publish
             self._condition.notify_all()
         if publish:
-            self._publish(block_index)
+            self._publish(block_index, due)
         with self._condition:
             self._num_writing -= 1
             self._condition.notify_all()

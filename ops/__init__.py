@@ -1,1 +1,5 @@
-"""Home of the native operators, installed as `lohan_ds.ops`; there are none yet. Knows nothing of lohan_ds."""
+"""The native operators, installed as `lohan_ds.ops`; each with a twin in plain torch. Knows nothing of lohan_ds.
+
+builders.py builds an operator (C++ in csrc/<operator>/) the way DeepSpeed builds its own, loader.py decides once per
+process whether it is used, cpu_adam.py and grad_accumulate.py are what others call.
+"""

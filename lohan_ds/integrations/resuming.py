@@ -3,20 +3,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
-from lohan_ds.config import parse
+from lohan_ds.config import LohanConfig, parse
 from lohan_ds.errors import ConfigError
 from lohan_ds.run_state import RUN_MARK
 from lohan_ds.store.commits import committed_step
 from lohan_ds.store.filenames import named_run_dirs
 
+logger = logging.getLogger(__name__)
 _STATE_NAME = "trainer_state.json"   # of a checkpoint of Trainer
 _UNWOUND = ("ReduceLROnPlateau", "GreedyLR")   # schedules that depend on more than the number of steps
 
@@ -25,11 +27,14 @@ _UNWOUND = ("ReduceLROnPlateau", "GreedyLR")   # schedules that depend on more t
 def run_as_checkpoint(trainer: Any, given: str | bool | None) -> Iterator[str | bool | None]:
     """What to resume from: a directory that stands for the run if it is further than the checkpoint `given`, which
     counts as step 0 if it is None or False; else `given` itself."""
-    step = _committed_step(trainer)
+    config = _lohan_config(trainer)
+    if given is True and config is not None:
+        given = _last_whole_checkpoint(trainer.args.output_dir) or True   # True: Trainer says that there is none
+    step = _committed_step(config)
     if not step or trainer.model_wrapped is not trainer.model:   # this Trainer has its engine already
         yield given
         return
-    checkpoint = get_last_checkpoint(trainer.args.output_dir) if given is True else given or None
+    checkpoint = given if isinstance(given, str) else None
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     state = TrainerState(stateful_callbacks=[c for c in callbacks if isinstance(c, ExportableState)])
     if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _STATE_NAME)):
@@ -67,10 +72,26 @@ def wind_scheduler(trainer: Any) -> None:
         inner.step()
 
 
-def _committed_step(trainer: Any) -> int:
-    """Of the run that the active config names; 0 if there is none yet."""
+def _last_whole_checkpoint(output_dir: str) -> str | None:
+    """The last checkpoint of Trainer that was not cut off while it was saved: Trainer writes its own state last."""
+    if not os.path.isdir(output_dir):
+        return None
+    numbers = [int(match[1]) for name in os.listdir(output_dir) if (match := re.fullmatch(r"checkpoint-(\d+)", name))]
+    for number in sorted(numbers, reverse=True):
+        path = os.path.join(output_dir, f"checkpoint-{number}")
+        if os.path.isfile(os.path.join(path, _STATE_NAME)):
+            return path
+        logger.warning("%s is not whole: its saving was cut off; looking for the one before", path)
+    return None
+
+
+def _lohan_config(trainer: Any) -> LohanConfig | None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    config = parse(plugin.deepspeed_config) if plugin is not None else None
+    return parse(plugin.deepspeed_config) if plugin is not None else None
+
+
+def _committed_step(config: LohanConfig | None) -> int:
+    """Of the run that the config names; 0 if there is none yet."""
     if config is None or config.run_name is None:
         return 0
     return committed_step(named_run_dirs(config.ssd_paths, config.run_name)) or 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lohan_ds.adam import AdamHyper
 from lohan_ds.block import Block
-from lohan_ds.grad_norm import global_norm, sum_of_squares
+from lohan_ds.grad_norm import accumulate_, global_norm, sum_of_squares
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.runtime.recorder import Recorder, stalling
@@ -86,13 +86,19 @@ class GradientPipeline:
         grad = grad.detach().reshape(-1)
         held.present[slot], held.squares[slot], held.final[slot] = True, None, want_squares
         if self._streams.unified:
-            target.add_(grad) if add else target.copy_(grad)
+            squares = accumulate_(target, grad, add, want_squares)
             if want_squares:
-                self._submit(lambda: self._square(block, held, slot, target))
+                self._submit(lambda: self._have_squares(block, held, slot, squares))
             return
         if not add and target.dtype == grad.dtype:
             event = self._streams.d2h(target, grad)
-            self._submit(lambda: (event.host_wait(), want_squares and self._square(block, held, slot, target)))
+
+            def take_copied() -> None:
+                event.host_wait()
+                if want_squares:
+                    self._have_squares(block, held, slot, sum_of_squares(target))
+
+            self._submit(take_copied)
             return
         with stalling(self._recorder, "gradient"):
             raw = self._staging.acquire()
@@ -102,11 +108,11 @@ class GradientPipeline:
         def take_staged() -> None:
             try:
                 event.host_wait()
-                target.add_(staged) if add else target.copy_(staged)
+                squares = accumulate_(target, staged, add, want_squares)
             finally:
                 self._staging.release(raw)
             if want_squares:
-                self._square(block, held, slot, target)
+                self._have_squares(block, held, slot, squares)
 
         self._submit(take_staged)
 
@@ -123,9 +129,9 @@ class GradientPipeline:
                 self._pool.free(old.view(torch.uint8))
         return held.values
 
-    def _square(self, block: Block, held: _HeldGradients, slot: int, values: Tensor) -> None:
+    def _have_squares(self, block: Block, held: _HeldGradients, slot: int, squares: list[float]) -> None:
         """In the collecting thread."""
-        held.squares[slot] = sum_of_squares(values)
+        held.squares[slot] = squares
         self._offer(block, held)
 
     def _submit(self, job) -> None:

@@ -238,10 +238,16 @@ class BlockStore:
         """
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative)
-        saved = where.drained.then(lambda _: slots[where.target].save(chunk, arrays, for_step))
-        if not speculative and slots[0].params is None:
-            params = arrays.master if arrays.params is None else arrays.params
-            self._feeds.give(block_index, order.published(), chunk, params)
+        feeds, update = not speculative and slots[0].params is None, order.published()
+
+        def save(_: object) -> Work:   # once the commit before is durable, so that no reader is further ahead of it
+            if feeds:
+                params = arrays.master if arrays.params is None else arrays.params
+                self._feeds.give(block_index, update, chunk, params)
+            return slots[where.target].save(chunk, arrays, for_step)
+
+        saved = where.drained.then(save)
+        if feeds:
             saved.on_done(lambda: self._feeds.written(block_index, chunk))   # before the caller takes the buffer back
         return saved
 

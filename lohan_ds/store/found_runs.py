@@ -26,11 +26,12 @@ class FoundRun:
     places: tuple[int, ...]       # of `dirs` in the order of striping; empty before it has a manifest
     num_dirs: int                 # that it has; more than `dirs` where the others were not named or not mounted
     refusal: StoreError | None    # why nothing in it is looked at
+    is_ours: bool = True          # directories of our user with lock files, not symbolic links
 
     @cached_property
     def holder(self) -> str | None:
         """The id of the process that uses it."""
-        return next(filter(None, map(_holder, self.dirs)), None)
+        return next(filter(None, map(_holder, self.dirs)), None) if self.is_ours else None
 
     @cached_property
     def commit(self) -> Commit | None:
@@ -77,8 +78,8 @@ class FoundRun:
         return f"dirty after step {commit.step}{part}" if commit.dirty else f"at step {commit.step}{part}"
 
     def remove(self) -> None:
-        """All of it that was found. StoreError if it is in use, or nothing of ours; OSError if a drive refuses."""
-        if self.refusal is not None:
+        """All that was found of it, damaged or not. StoreError if it is in use or not ours, OSError if it cannot be."""
+        if not self.is_ours:
             raise self.refusal
         with contextlib.ExitStack() as locks:
             for path in filter(os.listdir, self.dirs):   # without even a lock file its process ended as it began
@@ -94,9 +95,11 @@ def find_runs(dirs: Sequence[str]) -> list[FoundRun]:
     for path in dict.fromkeys(found for given in dirs for found in _run_dirs(os.path.abspath(given))):
         name = run_name_of(os.path.basename(path).removesuffix(NEW_SUFFIX))
         try:
-            check_own_directory(path)
-            if os.listdir(path) and not os.path.lexists(os.path.join(path, LOCK)):
-                raise StoreError(errno.ENOENT, "it has no lock file, so it is no run directory", path)
+            _check_is_ours(path)
+        except StoreError as error:
+            runs.append(FoundRun(name, (path,), (), 1, error, is_ours=False))
+            continue
+        try:
             manifest = _manifest(path) if name is not None else None
         except StoreError as error:
             runs.append(FoundRun(name, (path,), (), 1, error))
@@ -109,6 +112,12 @@ def find_runs(dirs: Sequence[str]) -> list[FoundRun]:
         places = tuple(sorted(members))
         runs.append(FoundRun(name, tuple(members[place][0] for place in places), places, members[places[0]][1], None))
     return sorted(runs, key=lambda run: (run.name is None, run.name or "", run.dirs))
+
+
+def _check_is_ours(path: str) -> None:
+    check_own_directory(path)
+    if os.listdir(path) and not os.path.lexists(os.path.join(path, LOCK)):
+        raise StoreError(errno.ENOENT, "it has no lock file, so it is no run directory", path)
 
 
 def _run_dirs(path: str) -> list[str]:

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import NamedTuple
 
+from lohan_ds.store.filenames import CURRENT, MANIFEST, NEW_SUFFIX
 from lohan_ds.store.ssd_io import ThreadSsdIo
 
 _SECTOR_BYTES = 512
@@ -42,8 +43,14 @@ class CrashingIo(ThreadSsdIo):
         self._unsynced: dict[int, list[_Write]] = {}         # by file descriptor, in order
         self._renames: list[tuple[str, str, bytes | None]] = []   # not synced: source, target, what the target was
         self.events: list[str] = []                          # what each was
+        self._step_begins = False                            # nothing has been written in this step
         self.phase = ""                                      # set by the test, to tell writes apart
         self.dead = False
+
+    def begin_step(self) -> None:
+        """The next write is the first one into a slot that the step before has left."""
+        with self._disk:
+            self._step_begins = True
 
     def lose_power(self) -> None:
         """After `close`: of what was not synced some is there, some is not, some in part. A run that was closed before
@@ -95,8 +102,10 @@ class CrashingIo(ThreadSsdIo):
 
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         with self._disk:
-            dies = self._event(f"write {self.phase}".rstrip())
             path = os.readlink(f"/proc/self/fd/{fd}")
+            what = "slot reuse" if self._step_begins else f"write {self.phase or 'of first values'}"
+            self._step_begins = False
+            dies = self._event(what)
             with open(path, "rb") as file:
                 file.seek(offset)
                 before = file.read(len(view))
@@ -118,7 +127,7 @@ class CrashingIo(ThreadSsdIo):
     def _write_synced(self, path: str, data: bytes) -> None:
         self._take_time()
         with self._disk:
-            if self._event("record write"):
+            if self._event(f"{_kind_of(path)} write"):
                 with open(path, "wb") as file:
                     file.write(data[:self._random.randrange(len(data) + 1)])
                 raise Died(errno.EIO, "the machine dies")
@@ -126,7 +135,7 @@ class CrashingIo(ThreadSsdIo):
 
     def _rename(self, source: str, target: str) -> None:
         with self._disk:
-            dies = self._event("record rename")
+            dies = self._event(f"{_kind_of(target)} rename")
             if dies and self._random.random() < 0.5:
                 raise Died(errno.EIO, "the machine dies")
             before = None
@@ -138,12 +147,17 @@ class CrashingIo(ThreadSsdIo):
             if dies:
                 raise Died(errno.EIO, "the machine dies")
 
-    def sync_directory(self, path: str) -> None:
+    def _fsync_directory(self, path: str) -> None:
         with self._disk:
             if self._event("directory sync"):
                 raise Died(errno.EIO, "the machine dies")
             self._renames = [entry for entry in self._renames if os.path.dirname(entry[1]) != path]
-        super().sync_directory(path)
+        super()._fsync_directory(path)
+
+
+def _kind_of(path: str) -> str:
+    name = os.path.basename(path).removesuffix(NEW_SUFFIX)
+    return {CURRENT: "record", MANIFEST: "manifest"}.get(name, "details")
 
 
 def _put(path: str, offset: int, data: bytes) -> None:

@@ -5,7 +5,6 @@ For tests of what a crash leaves: small enough to be killed at every single even
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,7 +21,8 @@ from lohan_ds.runtime.gradient_pipeline import GradientPipeline, StepTerms
 from lohan_ds.runtime.streams import make_streams
 from lohan_ds.step_protocol import Stage
 from lohan_ds.store.block_store import BlockStore
-from lohan_ds.store.filenames import CURRENT, named_run_dir_name
+from lohan_ds.store.filenames import named_run_dirs
+from lohan_ds.store.manifest import read_manifests
 from lohan_ds.store.ssd_io import ThreadSsdIo
 
 State = dict[tuple[int, str], Tensor]   # (block, kind) -> whole array
@@ -52,15 +52,15 @@ class DurableTraining:
     def __init__(self, paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo, durability: str = "shadow"):
         self.blocks, self._io = tiny_blocks(), io
         shadow = durability == "shadow"
-        plan = OffloadPlan(("ssd",) * 4, ("ssd",) * 4, update, 1, 2048, 3, False, shadow, durability)
+        plan = OffloadPlan(("ssd",) * 4, ("ssd",) * 4, update, 1, 2048, 3, False, shadow, durability=durability,
+                           num_read_ahead_chunks=1)
         self.pool = PinnedPool(MemoryBudget("host", 1 << 28), pin=False)
-        run_dirs = [os.path.join(path, named_run_dir_name("test")) for path in paths]
-        reopen = os.path.exists(os.path.join(run_dirs[0], CURRENT))
+        run_dirs = named_run_dirs(paths, "test")
+        reopen = read_manifests(run_dirs) is not None
         self._closers = contextlib.ExitStack()
         self._closers.callback(self.pool.close)
         self._closers.callback(io.close)
         self._update, self.step = update, 0
-        self._failed: BaseException | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self.store = BlockStore(self.blocks, plan, self.pool, io, run_dirs, reopen)
@@ -139,11 +139,18 @@ class DurableTraining:
 @contextlib.contextmanager
 def durable_training(paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo | None = None,
                      durability: str = "shadow") -> Iterator[DurableTraining]:
-    training = DurableTraining(paths, update, io or ThreadSsdIo(2), durability)
+    """Closed at the end as it is, which is what a killed process leaves. One compute thread: for tiny operations it is
+    fastest."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    training = None
     try:
+        training = DurableTraining(paths, update, io or ThreadSsdIo(2), durability)
         yield training
     finally:
-        training.close()
+        torch.set_num_threads(num_threads)
+        if training is not None:
+            training.close()
 
 
 def same(a: State, b: State) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lohan_ds.adam import PIECE_NUMEL, AdamHyper, adam_update_, check_supported, hyper_from_group
 from lohan_ds.errors import ConfigError
+from lohan_ds.ops.cpu_adam_fused import fused_gives_same_bits
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 L2_HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=False)
@@ -108,9 +109,8 @@ GRID = [(1e-3, (0.9, 0.999), 1e-8, 0.0), (1e-3, (0.9, 0.999), 1e-8, 0.1), (1e-4,
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "l2"])
 @pytest.mark.parametrize("lr, betas, eps, weight_decay", GRID)
 def test_tracks_torch_optim_over_100_steps(decoupled, lr, betas, eps, weight_decay):
-    """D43. Against torch's fused implementation, the one we build on (only tails differ), and its single-tensor one.
-
-    Those two differ from each other by up to 1.9e-6 max(|p|, lr) on this grid, so the second limit is wider.
+    """D43. Against torch's fused implementation, which rounds the last few elements of an array in another way, and its
+    single-tensor one. Those two differ by up to 1.9e-6 max(|p|, lr) on this grid, so the second limit is wider.
     """
     torch.set_num_threads(1)
     numels = [1, 2, 7, 9, 33, 130, 1_027]
@@ -139,6 +139,32 @@ def test_tracks_torch_optim_over_100_steps(decoupled, lr, betas, eps, weight_dec
         assert difference.norm() <= 1e-6 * want.norm()
         relative = difference / want.abs().clamp(min=lr)
         assert relative.max() <= limit, (fused, relative.max())
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("lr, betas, eps, weight_decay", GRID)
+def test_whole_vectors_have_the_bits_of_torchs_fused_kernel_over_100_steps(decoupled, lr, betas, eps, weight_decay):
+    if not fused_gives_same_bits():
+        pytest.skip("torch's fused kernel rounds in another way here")
+    numel, generator = 16_384, torch.Generator().manual_seed(1)
+    want = torch.nn.Parameter(torch.randn(numel, generator=generator))
+    make = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = make([want], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    hyper = hyper_from_group(optimizer.param_groups[0], decoupled)
+    master, exp_avg, exp_avg_sq = want.detach().clone(), torch.zeros(numel), torch.zeros(numel)
+    for step in range(1, 101):
+        want.grad = torch.randn(numel, generator=generator)
+        optimizer.step()
+        adam_update_(master, want.grad, exp_avg, exp_avg_sq, step, hyper)
+    assert_equal_bits([master], [want.detach()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_are_written_in_the_same_call(dtype):
+    want, got, out = arrays(300_001, dtype), arrays(300_001, dtype), torch.empty(300_001, dtype=dtype)
+    adam_update_(*want, 3, HYPER, COEFFICIENT)
+    adam_update_(*got, 3, HYPER, COEFFICIENT, out=out, num_threads=3)
+    assert_equal_bits([*got, out], [*want, want[0].to(dtype)])
 
 
 def test_decay_styles_differ():

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lohan_ds.grad_norm import SEGMENT_NUMEL, clip_coefficient, global_norm, sum_of_squares
+from lohan_ds.grad_norm import SEGMENT_NUMEL, accumulate_, clip_coefficient, global_norm, sum_of_squares
 
 NUMELS = [0, 1, 7, 31, 100, SEGMENT_NUMEL - 1, SEGMENT_NUMEL, SEGMENT_NUMEL + 1, 2 * SEGMENT_NUMEL, 200_003,
           64 * SEGMENT_NUMEL, 65 * SEGMENT_NUMEL + 5]
@@ -36,6 +36,16 @@ def test_parts_do_not_depend_on_threads_alignment_or_cut(dtype):
                 assert [part for piece in pieces for part in sum_of_squares(piece)] == want, (numel, num_segments)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_taking_a_gradient_gives_the_same_parts(dtype):
+    flat = gradient(70_001, dtype)
+    held, total = torch.empty_like(flat), torch.ones(70_001)
+    assert accumulate_(held, flat, add=False) == sum_of_squares(flat) and torch.equal(held, flat)
+    assert accumulate_(total, flat, add=True, num_threads=3) == sum_of_squares(total)
+    assert torch.equal(total, torch.ones(70_001) + flat.float())
+    assert accumulate_(total, flat, add=False, sums=False) is None and torch.equal(total, flat.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -228,3 +229,147 @@ def test_close_file_waits_for_its_requests(tmp_path, pool):
     with pytest.raises(StoreError, match="file that is closed"):
         io.write(file, 0, pool.alloc(PAGE, "x"))
     io.close()
+
+
+# Durability
+
+
+class _CountedSyncs(ThreadSsdIo):
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self.synced, self.error = [], None
+
+    def _fdatasync(self, fd):
+        self.synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        super()._fdatasync(fd)
+
+
+def test_sync_is_for_what_was_written_since_the_last_one(tmp_path, pool):
+    io = _CountedSyncs(2)
+    files = [io.open(str(tmp_path / name), 2 * PAGE) for name in "abc"]
+    io.sync(files).wait()
+    assert io.synced == []
+    for file in files[:2]:
+        io.write(file, 0, _random_bytes(pool, PAGE)).wait()
+    io.read(files[2], 0, pool.alloc(PAGE, "x")).wait()
+    io.sync(files).wait()
+    assert sorted(io.synced) == ["a", "b"]
+    io.sync(files).wait()
+    assert len(io.synced) == 2
+    io.close()
+    with pytest.raises(StoreError, match="closed"):
+        io.sync(files)
+
+
+def test_a_sync_that_failed_is_not_tried_again(tmp_path, pool):
+    """The kernel drops what it could not write, and then says that all is well."""
+    io = _CountedSyncs(1)
+    file = io.open(str(tmp_path / "f"), PAGE)
+    io.write(file, 0, _random_bytes(pool, PAGE)).wait()
+    io.error = errno.EIO
+    with pytest.raises(StoreError, match="sync failed") as caught:
+        io.sync([file]).wait()
+    assert caught.value.errno == errno.EIO and caught.value.filename == file.path
+    io.error = None
+    io.sync([file]).wait()
+    assert io.synced == ["f"]
+    io.close_file(file)   # nothing is left in flight
+    io.close()
+
+
+def test_reopen_takes_the_file_as_it_is(tmp_path, pool):
+    io = ThreadSsdIo(1)
+    data, back = _random_bytes(pool, 2 * PAGE), pool.alloc(2 * PAGE, "back")
+    file = io.open(str(tmp_path / "f"), 2 * PAGE)
+    io.write(file, 0, data).wait()
+    io.close_file(file)
+    again = io.reopen(file.path, 2 * PAGE)
+    io.read(again, 0, back).wait()
+    assert torch.equal(data, back) and again.direct == file.direct
+    with pytest.raises(StoreError, match=f"needed a file of {PAGE} bytes, got one of {2 * PAGE}"):
+        io.reopen(file.path, PAGE)
+    with pytest.raises(StoreError, match="cannot open a file of"):
+        io.reopen(str(tmp_path / "none"), PAGE)
+    (tmp_path / "link").symlink_to(file.path)
+    with pytest.raises(StoreError):
+        io.reopen(str(tmp_path / "link"), 2 * PAGE)
+    io.close()
+
+
+def test_a_small_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    io = ThreadSsdIo(1)
+    path = str(tmp_path / "record")
+    calls = []
+    for name in ("_write_synced", "_rename", "_fsync_directory"):
+        real = getattr(io, name)
+        monkeypatch.setattr(io, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
+    io.replace_file(path, b"old")
+    assert calls == ["_write_synced", "_rename", "_fsync_directory"]   # in this order it is safe
+    assert (tmp_path / "record").read_bytes() == b"old" and os.stat(path).st_mode & 0o777 == 0o600
+    for step in calls[:3]:
+        with monkeypatch.context() as patch:
+            patch.setattr(io, step, _raise_enospc)
+            with pytest.raises(StoreError, match=r"cannot write: No space left.*; needed 3 bytes, free \d+") as caught:
+                io.replace_file(path, b"new")
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == path
+        assert (tmp_path / "record").read_bytes() == (b"new" if step == "_fsync_directory" else b"old")
+        io.replace_file(path, b"old")
+    assert os.listdir(tmp_path) == ["record"]
+    os.symlink(tmp_path / "elsewhere", path + "~new")
+    with pytest.raises(StoreError):
+        io.replace_file(path, b"new")                                # through no link of anybody
+    assert not (tmp_path / "elsewhere").exists()
+    io.close()
+
+
+def _raise_enospc(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _StalledIo(ThreadSsdIo):
+    stall_report_s = 0.1
+
+    def __init__(self, num_threads):
+        super().__init__(num_threads)
+        self.go = threading.Event()
+
+    def _pwrite(self, fd, view, offset):
+        assert self.go.wait(20)
+        return super()._pwrite(fd, view, offset)
+
+    def _fdatasync(self, fd):
+        assert self.go.wait(20)
+        super()._fdatasync(fd)
+
+
+def test_a_stalled_request_is_named_until_it_ends(tmp_path, pool, caplog):
+    """Which file, what, and for how long (user case D27)."""
+    io = _StalledIo(2)
+    file = io.open(str(tmp_path / "f"), 8 * PAGE)
+    with caplog.at_level(logging.WARNING):
+        work = io.write(file, 2 * PAGE, _random_bytes(pool, 3 * PAGE))
+        _wait_for(lambda: len(caplog.records) >= 2)
+        assert not work.done()
+        io.go.set()
+        work.wait()
+        io.go.clear()
+        work = io.sync([file])
+        _wait_for(lambda: "sync of" in caplog.text)
+        io.go.set()
+        work.wait()
+        num_reports = len(caplog.records)
+        time.sleep(0.2)
+    assert len(caplog.records) == num_reports
+    assert caplog.records[0].getMessage().startswith(f"a drive does not answer: write of {3 * PAGE} bytes at offset "
+                                                     f"{2 * PAGE} of {file.path} has been waiting for ")
+    assert f"sync of {file.path} has been waiting" in caplog.records[-1].getMessage()
+    io.close()
+
+
+def _wait_for(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
