@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lohan_ds import cli_profile, cli_store
+from lohan_ds import cli_plan, cli_profile, cli_store
 
 if TYPE_CHECKING:   # torch takes seconds to import, too long for --help
     from lohan_ds.testing.parity import Case, CaseResult
@@ -25,6 +25,7 @@ if TYPE_CHECKING:   # torch takes seconds to import, too long for --help
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(cli_store.app, name="store")
 app.command("profile")(cli_profile.profile_command)
+app.command("plan")(cli_plan.plan_command)
 
 
 class Dtype(str, Enum):

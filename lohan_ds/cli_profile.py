@@ -20,7 +20,7 @@ class TrainingDtype(str, Enum):
     fp32 = "fp32"
 
 
-_DTYPES = {TrainingDtype.bf16: "bfloat16", TrainingDtype.fp16: "float16", TrainingDtype.fp32: "float32"}
+DTYPES = {TrainingDtype.bf16: "bfloat16", TrainingDtype.fp16: "float16", TrainingDtype.fp32: "float32"}
 
 
 def profile_command(
@@ -42,9 +42,9 @@ def profile_command(
     logging.getLogger("lohan_ds").setLevel(logging.ERROR)   # the table says it better
     from lohan_ds.errors import LohanError
     try:
-        with contextlib.redirect_stdout(sys.stderr), _progress(errors) as progress:   # libraries print remarks
+        with contextlib.redirect_stdout(sys.stderr), progress_of(errors) as progress:   # libraries print remarks
             from lohan_ds.profiler.hardware import profile_hardware
-            profile, report, free = profile_hardware([str(path) for path in ssd_path or ()], _DTYPES[dtype], refresh,
+            profile, report, free = profile_hardware([str(path) for path in ssd_path or ()], DTYPES[dtype], refresh,
                                                      progress=progress)
     except (LohanError, OSError) as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
@@ -61,7 +61,7 @@ def profile_command(
 
 
 @contextlib.contextmanager
-def _progress(errors: Console) -> Iterator[Callable[[str], None]]:
+def progress_of(errors: Console) -> Iterator[Callable[[str], None]]:
     """On standard error: a line with a spinner on a terminal, else a line for each thing measured."""
     if not errors.is_terminal:
         yield lambda what: errors.print(f"measuring: {what}", soft_wrap=True, highlight=False, markup=False)

@@ -92,12 +92,14 @@ def _transformers_model(config: Any, dtype: torch.dtype, fused_attention: bool) 
     if getattr(config, "use_cache", False):
         config.use_cache = False
     try:
-        with torch.device("meta"), _no_chatter(transformers):
+        from transformers.initialization import no_init_weights   # on meta there is nothing to initialize
+        with torch.device("meta"), _no_chatter(transformers), no_init_weights():
             try:
                 model = model_class._from_config(config, dtype=dtype,
                                                  attn_implementation="sdpa" if fused_attention else "eager")
             except ValueError:      # it has no such attention
                 model = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
+        model.tie_weights()
     except Exception as error:
         raise ConfigError(f"{model_class.__name__} cannot be built from its config: {error}") from error
     return model.train()

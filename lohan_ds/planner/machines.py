@@ -3,8 +3,9 @@
     {"name": "...", "description": "...", "num_ssds": 2,
      "device_flops_per_s": {"value": 1.43e14, "source": "..."}, ...}
 
-A number may also stand alone, without a source. The keys are the fields of `HardwareProfile`, and two more: num_ssds
-and ssd_rated_write_bytes (the drives' TBW, all together), both optional.
+A number may also stand alone, without a source; a rate without a limit is the string "Infinity". The keys are the
+fields of `HardwareProfile`, and two more: num_ssds and ssd_rated_write_bytes (the drives' TBW, all together), both
+optional.
 """
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ SIZES = ("host_bytes", "device_bytes", "ssd_bytes")
 COUNTS = ("num_ssds", "ssd_rated_write_bytes")   # optional
 MAY_BE_ZERO = ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "ssd_bytes", *COUNTS)
 TEXTS = ("name", "description")
+# Of what this machine has free, what a plan may use; the rest is for everybody else. The engine does the same.
+HOST_SHARE, DEVICE_SHARE, SSD_SHARE = 0.9, 0.9, 0.95
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def _number(entry: Any, key: str, where: str) -> float | int:
         if set(entry) - {"value", "source"} or "value" not in entry:
             raise ConfigError(f'{where}: {key} must be a number or {{"value": ..., "source": ...}}, got {entry!r}')
         entry = entry["value"]
+    entry = math.inf if entry == "Infinity" and key in RATES else entry
     if isinstance(entry, bool) or not isinstance(entry, (int, float)) or math.isnan(entry):
         raise ConfigError(f"{where}: {key} must be a number, got {entry!r}")
     if entry < 0 or (entry == 0 and key not in MAY_BE_ZERO):

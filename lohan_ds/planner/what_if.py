@@ -53,7 +53,7 @@ def _answer(model: ModelProfile, change: str, hardware: HardwareProfile, choices
     try:
         after = solve(model, hardware, choices)
     except CapacityError:
-        return WhatIf(change, None, 0.0, str(shortage(model, hardware, choices)))
+        return WhatIf(change, None, 0.0, shortage(model, hardware, choices).lacks)
     return WhatIf(change, after, after.tokens_per_s / before.tokens_per_s)
 
 

@@ -75,9 +75,9 @@ def package_sources() -> dict[str, Path]:
 
 
 def declared_distributions() -> set[str]:
-    """Names in pyproject.toml's dependencies and in its extra "hf", as they are imported."""
+    """Names in pyproject.toml's dependencies and in its extras "hf" and "plot", as they are imported."""
     text = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no tomllib
-    lists = re.findall(r"^(?:dependencies|hf) = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
+    lists = re.findall(r"^(?:dependencies|hf|plot) = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
     return {name.replace("-", "_") for entry in lists for name in re.findall(r'"([\w-]+)', entry)}
 
 
