@@ -5,6 +5,7 @@ import enum
 import itertools
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 from lohan_ds.work import Work
@@ -18,15 +19,17 @@ class Urgency(enum.IntEnum):
 
 
 class IoThreads:
-    """Any thread."""
+    """Any thread. Its threads end with it, closed or not."""
 
     def __init__(self, num_threads: int):
         self._queue: queue.PriorityQueue = queue.PriorityQueue()
         self._count = itertools.count()
-        self._threads = [threading.Thread(target=self._run, name=f"lohan-ssd-io_{place}", daemon=True)
+        self._threads = [threading.Thread(target=_run, args=(self._queue,), name=f"lohan-ssd-io_{place}", daemon=True)
                          for place in range(num_threads)]
         for thread in self._threads:
             thread.start()
+        self._end = weakref.finalize(self, _end_each, self._queue, num_threads)
+        self._end.atexit = False   # whoever still needs them then comes later
 
     def submit(self, urgency: Urgency, fn: Callable[..., None], *args: object, holds: object = None) -> Work:
         """Work that ends when `fn(*args)` has returned, or fails with what it raised. Never blocks."""
@@ -36,21 +39,25 @@ class IoThreads:
 
     def close(self) -> None:
         """Waits for all that was submitted, ends the threads. Idempotent."""
-        for _ in self._threads:
-            self._queue.put((len(Urgency), next(self._count), None, None, ()))
+        self._end()
         for thread in self._threads:
             thread.join()
-        self._threads = []
 
-    def _run(self) -> None:
-        while True:
-            _, _, work, fn, args = self._queue.get()
-            if work is None:
-                return
-            try:
-                fn(*args)
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                work.fail(error)
-            else:
-                work.finish()
-            del work, fn, args   # else an idle thread would keep the buffers
+
+def _end_each(requests: queue.PriorityQueue, num_threads: int) -> None:
+    for place in range(num_threads):   # after everything else
+        requests.put((len(Urgency), place, None, None, ()))
+
+
+def _run(requests: queue.PriorityQueue) -> None:
+    while True:
+        _, _, work, fn, args = requests.get()
+        if work is None:
+            return
+        try:
+            fn(*args)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            work.fail(error)
+        else:
+            work.finish()
+        del work, fn, args   # else an idle thread would keep the buffers

@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -71,8 +72,10 @@ class ThreadSsdIo:
         self._bytes_written = 0
         self._in_flight: dict[int, tuple[str, float]] = {}   # by thread: what its system call is, and since when
         self._ended = threading.Event()
-        self._watch = threading.Thread(target=self._watch_for_stalls, name="lohan-ssd-watch", daemon=True)
+        self._watch = threading.Thread(target=_watch_for_stalls, args=(weakref.ref(self), self._ended),
+                                       name="lohan-ssd-watch", daemon=True)
         self._watch.start()
+        weakref.finalize(self, self._ended.set).atexit = False   # closed or not
 
     def open(self, path: str, nbytes: int) -> SsdFile:
         """Creates `path` (mode 0600, must not exist) with `nbytes` of disk space behind it. Blocks on the disk.
@@ -306,12 +309,11 @@ class ThreadSsdIo:
         finally:
             del self._in_flight[thread]
 
-    def _watch_for_stalls(self) -> None:
-        while not self._ended.wait(self.stall_report_s / 2):
-            for what, since in list(self._in_flight.values()):
-                waited_s = time.monotonic() - since
-                if waited_s > self.stall_report_s:
-                    logger.warning("a drive does not answer: %s has been waiting for %.0f s", what, waited_s)
+    def _report_stalls(self) -> None:
+        for what, since in list(self._in_flight.values()):
+            waited_s = time.monotonic() - since
+            if waited_s > self.stall_report_s:
+                logger.warning("a drive does not answer: %s has been waiting for %.0f s", what, waited_s)
 
     def _transfer(self, verb: str, syscall: Callable, file: SsdFile, view: memoryview, offset: int) -> int:
         """Repeats `syscall` until all of `view` is moved; returns its length. StoreError if that cannot be."""
@@ -369,6 +371,16 @@ class ThreadSsdIo:
     def _check_open(self, path: str) -> None:
         if self._closed:
             raise StoreError(errno.EBADF, "the I/O threads are closed", path)
+
+
+def _watch_for_stalls(io_ref: weakref.ref[ThreadSsdIo], ended: threading.Event) -> None:
+    """A thread of its own, which does not keep the I/O alive."""
+    while (io := io_ref()) is not None:
+        io._report_stalls()
+        wait_s = io.stall_report_s / 2
+        del io
+        if ended.wait(wait_s):
+            return
 
 
 def _free_bytes(path: str) -> int:
