@@ -1,6 +1,7 @@
 """A run with a name, killed by kill -9 and started again: the same script ends with the bits of an unbroken run."""
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from integration_tests.doubles import fresh_environment
+from integration_tests.doubles import fresh_environment, use_doubles
 from integration_tests.test_huggingface import AUTO, report, run, save_model
 from lohan_ds.config import parse
-from lohan_ds.errors import StoreError
+from lohan_ds.errors import StepError, StoreError
 from lohan_ds.store.commits import DirtyStore, committed_step
 from lohan_ds.store.filenames import named_run_dirs
+from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.testing.harness import ds_config, engine_for, engine_state
 from lohan_ds.testing.models import lm_batch, loss_of, tiny_llama
 from lohan_ds.testing.twin import assert_same_bits
@@ -151,3 +154,90 @@ def test_another_model_is_refused_by_name(tmp_path):
     torch.manual_seed(0)
     with pytest.raises(StoreError, match="another model"), engine_for(tiny_llama(tied=True), config_of(tmp_path)):
         pass
+
+
+def reopened(tmp_path, **options):
+    """(global_steps, random state that is put back, state) of a fresh start."""
+    with engine_for(llama(), config_of(tmp_path, **options)) as engine:
+        return engine.global_steps, engine.random_state, engine_state(engine)
+
+
+def test_a_step_that_is_cut_off_is_not_committed(tmp_path):
+    """By an LR scheduler that raises, or Ctrl-C: the update is decided, the counters have not moved."""
+    with engine_for(llama(), config_of(tmp_path, update="serial")) as engine:
+        train(engine, 2)
+        before = engine_state(engine)
+        engine.backward(loss_of(engine, lm_batch(128, seed=2)))
+        prefetch, engine.offload.streamer.prefetch_first = engine.offload.streamer.prefetch_first, interrupt
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.offload.streamer.prefetch_first = prefetch
+        with pytest.raises(StepError, match="cut off"):
+            loss_of(engine, lm_batch(128, seed=3))
+    step, _, state = reopened(tmp_path)
+    assert step == 2
+    assert_same_bits(state, before)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_the_first_step_after_resuming_is_whole(tmp_path):
+    """Saved between the micro-batches of a step: none of them counts, and the random numbers are the boundary's."""
+    config = {**config_of(tmp_path), "gradient_accumulation_steps": 3}
+    with engine_for(llama(), config) as engine:
+        for micro_step in range(4):
+            engine.backward(loss_of(engine, lm_batch(128, seed=micro_step)))
+            engine.step()
+            if engine.micro_steps == 3:
+                at_boundary = torch.get_rng_state()
+            torch.rand(7)
+        assert engine.global_steps == 1
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    with engine_for(llama(), config) as engine:
+        assert (engine.global_steps, engine.micro_steps) == (1, 3)
+        assert engine.random_state["torch"] == at_boundary.numpy().tobytes()
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))   # before the first forward: still the same
+        assert not engine.is_gradient_accumulation_boundary()
+    _, random_state, _ = reopened(tmp_path)
+    assert random_state["torch"] == at_boundary.numpy().tobytes()
+
+
+def test_edits_in_place_are_kept(tmp_path):
+    with engine_for(llama(), config_of(tmp_path)) as engine:
+        train(engine, 1)
+        loss_of(engine, lm_batch(128, seed=5))
+        weight = engine.module.model.layers[1].mlp.up_proj.weight
+        with torch.no_grad():
+            weight.mul_(0.5)
+        edited = weight.detach().clone()
+    _, _, state = reopened(tmp_path)
+    assert torch.equal(state["model.layers.1.mlp.up_proj.weight"]["param"], edited)
+
+
+@pytest.mark.timeout(60)
+def test_a_late_block_that_the_next_step_does_not_use(tmp_path, monkeypatch):
+    """Its update must not wait for buffers that wait for its own commit."""
+    use_doubles(monkeypatch, make_io=functools.partial(FaultyIo, max_delay_s=0.03))
+    monkeypatch.setattr("lohan_ds.planner.search._num_read_ahead_chunks", lambda *_: 0)
+    torch.manual_seed(0)
+    with engine_for(TwoHeads(), config_of(tmp_path, update="deferred")) as engine:
+        for step in range(4):
+            engine.backward(engine(torch.ones(2, 64), head=step % 2))
+            engine.step()
+    assert committed_step(named_run_dirs([str(tmp_path / "ssd")], "t")) == 4
+
+
+class TwoHeads(nn.Module):
+    """A batch uses one of them; they are the last in forward order, and large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(64, 600) for _ in range(2))
+
+    def forward(self, x, head):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.heads[1 - head](x).square().mean()

@@ -24,6 +24,7 @@ _KINDS = ("master", "exp_avg", "exp_avg_sq")
 def optimizer_state(optimizer: LohanOptimizer) -> dict:
     """The state dict that DeepSpeed saves for ZeRO-3. Waits for all updates under way."""
     offload = optimizer.offload
+    offload.flush()
     offload.gradients.updater.drain()
     masters, states = [], {}
     numel = sum(optimizer._slot(*place).numel for place in optimizer.places)

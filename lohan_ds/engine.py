@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from lohan_ds import process_end
 from lohan_ds.checkpoint_folder import restore_replaced, whole_checkpoint
 from lohan_ds.config import effective_ds_config, ignored_keys, parse
-from lohan_ds.errors import ConfigError
+from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
 from lohan_ds.run_state import RUN_MARK, pack_state, set_random_state, unpack_state
@@ -63,7 +63,8 @@ class LohanEngine(DeepSpeedEngine):
             if self.offload is not None:   # whatever failed after it: no thread and no file stays
                 self.offload.close()
             raise
-        self.__dict__["random_state"] = None   # to be put back when training goes on
+        self.__dict__["random_state"] = None      # to be put back when training goes on
+        self.__dict__["_boundary_state"] = b""    # as of the last step boundary, of a run with a name
         if self.offload is not None:
             if self.global_rank == 0:
                 _announce(self.offload.plan_table)
@@ -121,14 +122,25 @@ class LohanEngine(DeepSpeedEngine):
                 _announce(f"lohan: run {name!r} goes on after step {self.global_steps}")
         elif self.global_rank == 0:
             _announce(f"lohan: run {name!r} begins")
-        pack_state(self)   # refuses now what could not be kept later
+        self._boundary_state = pack_state(self)   # refuses now what could not be kept later
         engine = weakref.ref(self)
         self.optimizer.commit_step = lambda: engine()._commit_step()
 
     def _commit_step(self, checkpoint: str | None = None) -> None:
-        if self.offload is not None and self.offload.is_durable:
-            self.optimizer.is_committed = True
-            self.offload.commit(self.global_steps, pack_state(self), checkpoint)
+        """Between two steps; with `checkpoint` also inside of one, of which nothing counts yet."""
+        self.optimizer.is_committed = True
+        if self.offload is None or not self.offload.is_durable:
+            return
+        if self.offload.has_ended:
+            raise StepError("this run has ended: its best checkpoint was loaded. To train on, start the script again")
+        if checkpoint is None:
+            self._boundary_state = pack_state(self)
+        self.offload.commit(self.global_steps, self._boundary_state, checkpoint)
+
+    def end_run(self) -> None:
+        """A run with a name stays at the step it has reached, whatever is loaded from now on; no step may follow."""
+        if self.offload is not None:
+            self.offload.end_run()
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -142,13 +154,16 @@ class LohanEngine(DeepSpeedEngine):
     def forward(self, *inputs, **kwargs):
         if self.offload is None:
             return super().forward(*inputs, **kwargs)
-        if self.random_state is not None and self.module.training:
+        goes_on = self.random_state is not None and self.module.training
+        if goes_on:
             set_random_state(self.random_state)
-            self.random_state = None
         self._enter_phase("forward")
         try:
             with self.offload.streamer.saved_tensors_hooks():
-                return super().forward(*inputs, **kwargs)
+                output = super().forward(*inputs, **kwargs)
+            if goes_on:
+                self.random_state = None
+            return output
         except BaseException:
             self.reset_step()
             raise
@@ -176,10 +191,15 @@ class LohanEngine(DeepSpeedEngine):
             super().step(*args, **kwargs)
             if ends_step and self.offload.recorder is not None:
                 self.offload.end_step(self.global_steps)
-        finally:
-            self._enter_phase("other")
             if not self.optimizer.is_committed:
                 self._commit_step()
+        except BaseException as error:
+            if self.offload.is_durable and not self.optimizer.is_committed:   # half of it has happened
+                self.offload.gradients.updater.fail(StepError(f"step() was cut off, the run ends at its last commit: "
+                                                              f"{error!r}"))
+            raise
+        finally:
+            self._enter_phase("other")
 
     def backward(self, loss, **kwargs):
         if self.offload is None:
@@ -264,9 +284,11 @@ class LohanEngine(DeepSpeedEngine):
         self.reset_step()   # what was accumulated belongs to the state that is replaced
         restore_replaced(load_dir)
         result = super().load_checkpoint(load_dir, *args, **kwargs)
-        if result[0] is not None:
+        if result[0] is not None and self.offload is not None and self.offload.is_durable:
             self.random_state = None
-            self._commit_step(result[0])
+            if not self.offload.has_ended:
+                self._boundary_state = pack_state(self)
+                self._commit_step(result[0])
         return result
 
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True,  # noqa: B006 - as DeepSpeed's
@@ -277,7 +299,8 @@ class LohanEngine(DeepSpeedEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         with whole_checkpoint(save_dir, tag, save_latest) as new_tag:
             super().save_checkpoint(save_dir, new_tag, client_state, False, exclude_frozen_parameters)
-        self._commit_step(os.path.abspath(save_dir))
+        if not self.offload.has_ended:
+            self._commit_step(os.path.abspath(save_dir))
         return True
 
     def _save_zero_checkpoint(self, save_path, tag):

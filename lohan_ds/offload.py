@@ -136,6 +136,11 @@ class Offload:
         self.swapper.attach()
         saved.use_hooks(*self.swapper.saved_tensors_hooks)
 
+    def flush(self) -> None:
+        """Parameters that user code changed in place reach the store."""
+        for block in self.blocks:
+            self.streamer.flush(block.index)
+
     def end_backward(self) -> None:
         self.streamer.end_backward()
         if self.swapper is not None:
@@ -150,7 +155,7 @@ class Offload:
     def close(self) -> None:
         if self.streamer is not None and self.closers:
             if self.closers[-1] is self._finish:
-                self.closers.pop()()   # before the update is stopped
+                self.end_run()   # before the update is stopped
             if self.recorder is not None:
                 _end_recording(self.recorder, self.gradients.updater)
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
@@ -172,6 +177,20 @@ class Offload:
         durable.on_done(lambda: durable.exception() is None or self.gradients.updater.fail(durable.exception()))
         if checkpoint is not None:
             durable.wait()
+
+    def end_run(self) -> None:
+        """Makes all that was decided and edited durable; no later commit counts. Idempotent."""
+        if self._finish in self.closers:
+            self.closers.remove(self._finish)
+            try:
+                self.flush()
+            except (StoreError, StepError) as error:
+                logger.warning("the last edits of parameters are not kept: %s", error)
+            self._finish()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_durable and self._finish not in self.closers
 
     # -- values by parameter -------------------------------------------------------------------------------------
 

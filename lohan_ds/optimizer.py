@@ -176,12 +176,13 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         if offload.swapper is not None:
             offload.swapper.end_step()
         offload.streamer.release_all()   # first: what it refuses leaves the step as it was
-        self._step_is_open, self.is_committed = False, False
+        self._step_is_open = False
         scale = self.loss_scale
         norm = offload.gradients.norm()
         self.overflow = not math.isfinite(norm)
         self.loss_scaler.update_scale(self.overflow)
         self._global_grad_norm = norm / scale
+        self.is_committed = False
         if self.overflow:
             offload.gradients.drop()
             return
@@ -265,6 +266,7 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def checkpoint_event_prologue(self) -> None:
+        self.offload.flush()
         self.offload.gradients.updater.drain()
 
     def checkpoint_event_epilogue(self) -> None:

@@ -37,17 +37,20 @@ class ReadAhead:
         self._store = store
         self._ring = BufferRing(pool, num_chunks, max(store.chunk_buffer_bytes, 1), "optimizer state read ahead")
         self._entries: dict[tuple[int, int], Ahead] = {}   # by (block, chunk)
-        self._edited: set[int] = set()                     # blocks, since `begin`
+        self._edited: set[int] = set()                     # blocks, since the step was opened
         self._next: int | None = None                      # into `_chunks`; None: not reading
 
     @property
     def num_chunks(self) -> int:
         return self._ring.count
 
+    def open_step(self) -> None:
+        """What was edited before may be read again."""
+        self._edited.clear()
+
     def begin(self) -> None:
         """From the first block on, in forward order, `advance` reads what is not here yet."""
         self._next = 0
-        self._edited.clear()
 
     def end(self) -> None:
         self._next = None
@@ -83,7 +86,7 @@ class ReadAhead:
         self._ring.release(buffer)
 
     def drop(self, block_index: int) -> None:
-        """Forgets what was read of a block, and reads no more of it before the next `begin`; waits until nothing of
+        """Forgets what was read of a block, and reads no more of it before the next step; waits until nothing of
         it is being read."""
         self._edited.add(block_index)
         for key in [key for key in self._entries if key[0] == block_index]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lohan_ds.engine import LohanEngine
 
 RUN_MARK = "lohan_run"   # a file that marks a directory as standing for the run itself, not for a checkpoint of it
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def pack_state(engine: LohanEngine) -> bytes:
@@ -32,7 +32,7 @@ def pack_state(engine: LohanEngine) -> bytes:
         "loss_scaler": _scalars(optimizer.loss_scaler),
         "clipped": list(optimizer.clip_history),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "random": get_random_state(),
+        "random": engine.random_state or get_random_state(),   # the one that is yet to be put back, if any
     }
     try:
         return msgpack.packb(state)
@@ -48,6 +48,7 @@ def unpack_state(engine: LohanEngine, data: bytes) -> dict[str, Any]:
     optimizer = engine.optimizer
     for name, value in state["counters"].items():
         setattr(engine, name, value)
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     optimizer.steps.update(zip(optimizer.places, state["steps"]))
     for group, saved in zip(optimizer.param_groups, state["groups"]):
         for key, value in saved.items():

@@ -22,8 +22,9 @@ Invariants (tests/test_step_protocol.py draws random orders of events):
   2. after `decide` every due block gets published, others never;
   3. after `skip` nothing is published and nothing is left to do;
   4. a dropped result is never published, and a block is not taken again before its dropped update has ended;
-  5. due blocks are taken in forward order, before any speculation; only blocks begun as speculations may still be
-     under way then, and are interrupted for earlier ones.
+  5. due blocks are taken step by step, in forward order, before any speculation; only blocks begun as speculations may
+     still be under way then, and are interrupted for earlier ones. A block of an earlier step gives way to none of a
+     later one: its writes may be what theirs wait for.
 """
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class StepProtocol:
         self._due: list[int] = []                      # DUE blocks, and DROPPED ones that are due again
         self._arrival = [0] * len(may_speculate)       # of READY and SPECULATING blocks: grows with each that is ready
         self._num_arrived = 0
-        self._place = [0] * len(may_speculate)         # in forward order, of blocks that are due or UPDATING
+        self._num_decided = 0                          # steps
+        self._place = [(0, 0)] * len(may_speculate)    # step and place in forward order, of blocks due or UPDATING
         self._speculate = False
         self._limit = math.inf
         self._squares: list[float] = []                # sums of squares of the blocks complete so far
@@ -121,9 +123,10 @@ class StepProtocol:
         """step() happens for the blocks `due` (those with gradients, forward order); `stands`: the coefficient is the
         one speculation used, and so are the hyper-parameters. Returns the blocks to publish at once."""
         self._speculate = False
+        self._num_decided += 1
         publish = []
         for place, block in enumerate(due):
-            self._place[block] = place
+            self._place[block] = self._num_decided, place
             if not stands:
                 self._drop(block)
             stage = self._stages[block]
@@ -166,7 +169,7 @@ class StepProtocol:
                 self._stages[block] = Stage.UPDATING
                 return block
             break   # a dropped update of this one must end first: forward order is kept
-        if stage is Stage.UPDATING or not self._speculate or not self._ready:
+        if self._due or stage is Stage.UPDATING or not self._speculate or not self._ready:
             return None
         if stage is Stage.SPECULATING and self._arrival[self._ready[-1]] < self._arrival[begun]:
             return None

@@ -122,6 +122,8 @@ class Updater:
         with self._condition:
             self._protocol.open_step(speculate, limit)
             self._ahead_for_step, self._reading_ahead = for_step, False
+            self._ahead_orders.append(self._ahead.open_step)
+            self._condition.notify_all()
             self._read_ahead_if_idle()
 
     def _read_ahead_if_idle(self) -> None:

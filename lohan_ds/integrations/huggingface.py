@@ -44,7 +44,7 @@ def patch_trainer(module) -> None:
     """Trainer's counters, data and LR schedule follow a run with a name to its last committed step."""
     trainer_class = module.Trainer
     train, load = trainer_class.train, trainer_class._load_optimizer_and_scheduler
-    run_epoch = trainer_class._run_epoch
+    run_epoch, load_best = trainer_class._run_epoch, trainer_class._load_best_model
 
     @functools.wraps(train)
     def resumed(self, resume_from_checkpoint=None, *args, **kwargs):
@@ -72,6 +72,13 @@ def patch_trainer(module) -> None:
                 return None
         return run_epoch(self, *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    @functools.wraps(load_best)
+    def run_ended(self):
+        if hasattr(self.model_wrapped, "end_run"):   # else starting again would go on from the best step
+            self.model_wrapped.end_run()
+        load_best(self)
+
     trainer_class.train = resumed
+    trainer_class._load_best_model = run_ended
     trainer_class._run_epoch = run_unless_finished
     trainer_class._load_optimizer_and_scheduler = scheduled

@@ -227,3 +227,28 @@ def test_without_a_shadow_slot_there_is_no_speculation():
     protocol.gradient_complete(0, 1.0)
     assert protocol.take() is None
     assert protocol.decide(True, [0]) == [] and protocol.take() == 0
+
+
+def test_a_block_of_an_earlier_step_gives_way_to_none_of_a_later_one():
+    """Else the later one's writes, which wait for the earlier step's commit, could take all the buffers it needs."""
+    protocol = StepProtocol([True, True])
+    protocol.open_step(False, math.inf)
+    protocol.decide(True, [0, 1])
+    assert protocol.take() == 0 and protocol.ended(0)
+    assert protocol.take() == 1
+    protocol.open_step(False, math.inf)
+    protocol.decide(True, [0])
+    assert protocol.take(begun=1) is None
+    assert protocol.ended(1) and protocol.take() == 0
+
+
+def test_nothing_is_speculated_on_while_an_earlier_step_is_not_done():
+    protocol = StepProtocol([True, True])
+    protocol.open_step(True, math.inf)
+    protocol.gradient_complete(1, 1.0)
+    assert protocol.take() == 1
+    protocol.decide(False, [1])            # its speculation is dropped, and must end before it is done again
+    protocol.open_step(True, math.inf)
+    protocol.gradient_complete(0, 1.0)
+    assert protocol.take() is None
+    assert not protocol.ended(1) and protocol.take() == 1
