@@ -1,7 +1,7 @@
 """Step time of every update order against the formulas of the design: timed sleep for compute, a paced drive.
 
     python -m integration_tests.bench_overlap [--case ssd|balanced|compute] [--mode MODE] [--steps 6] [--rounds 2]
-        [--chunk-bytes 128KiB] [--trace DIR]
+        [--chunk-bytes 128KiB] [--scale 1] [--trace DIR]
 
 Modes: serial; barrier (LoHan's own order: in backward, oldest gradient first, and the next forward waits for all);
 deferred, with nothing read ahead, and deferred+ahead, with optimizer state read in backward; oldest: eager, oldest
@@ -141,7 +141,7 @@ class Figures:
 
 
 def measure(mode: str, case: str, num_steps: int, trace_dir: str | None, figures: Figures, chunk_bytes: str) -> None:
-    forward_s, backward_s, ssd_s = CASES[case]
+    forward_s, backward_s, ssd_s = CASES[case]   # scaled by `main`
     bytes_per_s = NUM_BLOCKS * BLOCK_NUMEL * BYTES_PER_PARAM / ssd_s
     sleeper, x, losses = Sleeper(), torch.ones(2, HIDDEN, dtype=torch.bfloat16), []
     with tempfile.TemporaryDirectory(prefix="bench_overlap_") as ssd, product_as(mode, bytes_per_s):
@@ -228,11 +228,13 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--chunk-bytes", default="128KiB", help="7 of the default make a block")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all seconds: what Python takes weighs less")
     parser.add_argument("--steps", type=int, default=6, help="measured per engine")
     parser.add_argument("--rounds", type=int, default=2, help="engines per mode, the modes taking turns")
     parser.add_argument("--trace", help="a folder for the traces of the last round")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    CASES.update({case: tuple(args.scale * seconds for seconds in times) for case, times in CASES.items()})
     for case in args.case or CASES:
         figures = {mode: Figures() for mode in args.mode or MODES}
         for _ in range(args.rounds):
