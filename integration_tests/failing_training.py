@@ -36,7 +36,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         if how == "raise" and step == 2:
-            time.sleep(2)   # whoever watches counts our processes first
             raise RuntimeError("step 2 is bad")
         return x.square().mean()
 
