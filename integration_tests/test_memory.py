@@ -85,12 +85,12 @@ def test_resident_memory_is_what_is_planned(tmp_path):
 
 
 def test_paths_on_drives_of_different_size_offer_what_even_striping_can_use(monkeypatch, tmp_path):
-    from lohan_ds import offload
+    from lohan_ds.store import free_space
     drives = {"a": (1, 100), "b": (1, 100), "c": (2, 70)}   # two paths share the first drive
-    monkeypatch.setattr(offload.os, "stat", lambda path: type("S", (), {"st_dev": drives[path][0]}))
-    monkeypatch.setattr(offload.shutil, "disk_usage", lambda path: type("U", (), {"free": drives[path][1]}))
-    assert offload._free_ssd_bytes(["a", "b", "c"]) == 3 * 50
-    assert offload._free_ssd_bytes(["a", "c"]) == 2 * 70
+    monkeypatch.setattr(free_space.os, "stat", lambda path: type("S", (), {"st_dev": drives[path][0]}))
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda path: type("U", (), {"free": drives[path][1]}))
+    assert free_space.striped_free_bytes(["a", "b", "c"]) == 3 * 50
+    assert free_space.striped_free_bytes(["a", "c"]) == 2 * 70
 
 
 class ZeroElements(nn.Module):

@@ -94,6 +94,21 @@ def test_trainer_follows_the_run(tmp_path):
     assert f"goes on after step {STEPS}" in again.stdout and not [e for e in report(broken)["log"] if "loss" in e]
 
 
+def test_loading_the_best_model_leaves_the_run_where_it_ended(tmp_path):
+    """The best by a metric that falls is the first; started again, the finished run trains no further."""
+    (tmp_path / "ssd").mkdir()
+    section = {"ssd_paths": [str(tmp_path / "ssd")], "chunk_bytes": "60 kB", "run_name": "t"}
+    job = {"model": save_model(tmp_path, tiny_llama(tied=True, vocab_size=129)), "best": True,
+           "ds_config": {**AUTO, "lohan": section}, "out": str(tmp_path / "out")}
+    run([sys.executable, JOBS / "trainer_job.py"], job)
+    assert committed_step(named_run_dirs([str(tmp_path / "ssd")], "t")) == STEPS
+    from safetensors.torch import load_file
+    final, first = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("final", "checkpoint-3"))
+    assert all(torch.equal(final[name], first[name]) for name in first)
+    again = run([sys.executable, JOBS / "trainer_job.py"], {**job, "best": False})
+    assert f"goes on after step {STEPS}" in again.stdout
+
+
 def config_of(tmp_path, **section):
     (tmp_path / "ssd").mkdir(exist_ok=True)
     return ds_config({"ssd_paths": [str(tmp_path / "ssd")], "chunk_bytes": "24KiB", "run_name": "t", **section},

@@ -132,14 +132,18 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is None or not self.offload.is_durable:
             return
         if self.offload.has_ended:
-            raise StepError("this run has ended: its best checkpoint was loaded. To train on, start the script again")
+            raise StepError("this run has ended, by destroy() or because Trainer loaded its best checkpoint; to train "
+                            "on, start the script again")
         if checkpoint is None:
             self._boundary_state = pack_state(self)
         self.offload.commit(self.global_steps, self._boundary_state, checkpoint)
 
     def end_run(self) -> None:
-        """A run with a name stays at the step it has reached, whatever is loaded from now on; no step may follow."""
-        if self.offload is not None:
+        """A run with a name stays at the step it has reached, whatever is loaded from now on; no step may follow.
+
+        With durability "in_place" there is no second slot for what is loaded: the run goes back with it.
+        """
+        if self.offload is not None and self.offload.plan.durability == "shadow":
             self.offload.end_run()
 
     # -- running -------------------------------------------------------------------------------------------------

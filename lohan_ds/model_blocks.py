@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lohan_ds.block import DTYPE_BYTES, Block, make_block
 from lohan_ds.errors import ConfigError
@@ -20,6 +20,11 @@ class ModelBlocks(NamedTuple):
 def true_shape(param: nn.Parameter) -> tuple[int, ...]:
     """The shape of a parameter, also when ZeRO-3 has partitioned it."""
     return tuple(param.ds_shape if hasattr(param, "ds_shape") else param.shape)
+
+
+def values_of(param: nn.Parameter) -> Tensor:
+    """The tensor that holds a parameter's values before the store does: ZeRO-3's partition or its own data."""
+    return param.ds_tensor if getattr(param, "ds_tensor", None) is not None else param.data
 
 
 def split_into_blocks(model: nn.Module, group_of: Callable[[nn.Parameter], int | None],

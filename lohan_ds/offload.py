@@ -6,25 +6,23 @@ import ctypes
 import functools
 import logging
 import os
-import shutil
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lohan_ds.block import Block, chunk_numel_for
+from lohan_ds.block import Block
 from lohan_ds.config import LohanConfig
-from lohan_ds.errors import ConfigError, StepError, StoreError
-from lohan_ds.memory.budget import MemoryBudget, available_host_bytes
+from lohan_ds.errors import StepError, StoreError
+from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
-from lohan_ds.model_blocks import ModelBlocks, split_into_blocks
+from lohan_ds.model_blocks import values_of
 from lohan_ds.ops.loader import native
-from lohan_ds.plan import ActivationPlan
-from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan, plan_table
-from lohan_ds.profile import Budgets, ModelSize
+from lohan_ds.planner.search import plan_table
+from lohan_ds.profile import Budgets
+from lohan_ds.run_plan import model_size, plan_run
 from lohan_ds.runtime.activation_swapper import ActivationSwapper
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
@@ -40,7 +38,6 @@ from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.updater import Updater
 
 logger = logging.getLogger(__name__)
-NUM_SWAP_BUFFERS, SWAP_BUFFER_BYTES = 4, 8 << 20   # between device and SSD
 _M_MMAP_THRESHOLD = -3   # of malloc.h
 
 
@@ -58,7 +55,7 @@ class Offload:
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
         self.blocks = self.model_blocks.blocks
-        self.plan_table = plan_table(_model_size(self.model_blocks), self.plan, budgets)
+        self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
         self.swapper: ActivationSwapper | None = None   # None: the plan keeps all activations
@@ -293,100 +290,19 @@ def _close_each(closers: list) -> None:
             logger.exception("while closing")
 
 
-def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
-             device: torch.device) -> tuple[ModelBlocks, object, Budgets]:
-    """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
-    works on meta tensors."""
-    run_dirs = named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else []
-    existing = read_manifests(run_dirs) if run_dirs else None
-    chunk_bytes, durability = config.chunk_bytes, config.durability if config.run_name else "none"
-    if existing is not None:   # its files are as they are
-        chunk_bytes = existing.chunk_numel * STATE_BYTES_PER_NUMEL
-        if durability not in (None, existing.durability):
-            raise ConfigError(f'lohan.durability: got "{durability}", but the run {config.run_name!r} was begun with '
-                              f'"{existing.durability}"; keep that, or choose another lohan.run_name')
-        durability = existing.durability
-    cut_bytes = chunk_bytes or config.with_defaults().chunk_bytes
-    model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
-    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
-                           run_dirs if existing is not None else [])
-    request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
-                          config.prefetch_depth, chunk_bytes, accumulation, durability,
-                          _activation_plan(config, model_blocks))
-    plan, blocks = make_plan(_model_size(model_blocks), request, budgets)
-    return model_blocks._replace(blocks=blocks), plan, budgets
-
-
-def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> ActivationPlan:
-    """The same policy for all layers: units whose class occurs more than once. What there is one of only is kept."""
-    if config.activations in (None, "keep"):
-        return ActivationPlan()
-    policy = config.activations if config.activations == "recompute" else f"swap_{config.activations}"
-    count = Counter(type(unit.module) for unit in model_blocks.units)
-    policies = tuple((("", policy),) if count[type(unit.module)] > 1 and any(unit.module.children()) else ()
-                     for unit in model_blocks.units)
-    space = config.activation_space or 0
-    if config.activations == "ssd":
-        return ActivationPlan(policies, ssd_bytes=space, num_buffers=NUM_SWAP_BUFFERS, buffer_bytes=SWAP_BUFFER_BYTES)
-    return ActivationPlan(policies, host_bytes=space)
-
-
 def _scratch_dirs(config: LohanConfig) -> list[str]:
     return [os.path.join(path, run_dir_name(os.getpid(), uuid.uuid4().hex[:8])) for path in config.ssd_paths]
-
-
-def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int, own_dirs: Sequence[str] = ()) -> Budgets:
-    """What each tier offers. `model_bytes`: of the model's own tensors in RAM, which give way to the store. `own_dirs`:
-    what lies in them is this run's already."""
-    unified = device.type == "cpu"
-    if config.host_memory:
-        host, host_source = config.host_memory, "lohan.host_memory"
-    else:
-        host, host_source = int(0.9 * (available_host_bytes() + model_bytes)), "90 % of the RAM available"
-    if config.device_memory:
-        on_device, device_source = config.device_memory, "lohan.device_memory"
-    elif unified:
-        on_device, device_source = host, host_source
-    else:
-        on_device, device_source = int(0.9 * torch.cuda.mem_get_info(device)[0]), "90 % of the free device memory"
-    ssd, ssd_source = 0, "no lohan.ssd_paths"
-    if config.ssd_paths:
-        ssd, ssd_source = int(0.95 * _free_ssd_bytes(config.ssd_paths)), "95 % of the free space of lohan.ssd_paths"
-        ssd += sum(entry.stat().st_size for path in own_dirs for entry in os.scandir(path))
-        if config.ssd_space:
-            ssd, ssd_source = config.ssd_space, "lohan.ssd_space"
-    return Budgets(host, on_device, ssd, unified, host_source, device_source, ssd_source)
-
-
-def _free_ssd_bytes(paths: Sequence[str]) -> int:
-    """What data striped evenly over `paths` finds room for: as many times the smallest share of a path."""
-    drives = [os.stat(path).st_dev for path in paths]
-    return len(paths) * min(shutil.disk_usage(path).free // drives.count(drive) for path, drive in zip(paths, drives))
 
 
 def device_needs_pinning(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _model_size(model_blocks: ModelBlocks) -> ModelSize:
-    largest = max((slot.numel for block in model_blocks.blocks for slot in block.slots), default=0)
-    return ModelSize(model_blocks.blocks, tuple(unit.blocks for unit in model_blocks.units), largest)
-
-
-def _values_of(param: nn.Parameter) -> Tensor:
-    """The tensor that holds a parameter's values before the store does: ZeRO-3's partition or its own data."""
-    return param.ds_tensor if getattr(param, "ds_tensor", None) is not None else param.data
-
-
-def _tensors_in_memory(model_blocks: ModelBlocks) -> list[Tensor]:
-    return [t for members in model_blocks.params for t in map(_values_of, members) if t.device.type == "cpu"]
-
-
 def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
     """(numel,) the block's initial values, gaps zero; frees the parameters' own memory as it goes."""
     flat = torch.zeros(block.numel, dtype=getattr(torch, block.dtype))
     for slot, param in zip(block.slots, params):
-        source = _values_of(param)
+        source = values_of(param)
         flat[slot.offset:slot.offset + slot.numel].copy_(source.detach().reshape(-1)[:slot.numel])
         source.data = torch.empty(0, dtype=source.dtype, device=source.device)
     return flat
@@ -395,7 +311,7 @@ def _take_values(block: Block, params: Sequence[nn.Parameter]) -> Tensor:
 def _drop_values(params: Sequence[nn.Parameter]) -> None:
     """As `_take_values`, of values that the store has already."""
     for param in params:
-        source = _values_of(param)
+        source = values_of(param)
         source.data = torch.empty(0, dtype=source.dtype, device=source.device)
 
 

@@ -31,7 +31,8 @@ arguments = TrainingArguments(
     output_dir=job["out"], deepspeed=job["ds_config"], per_device_train_batch_size=2, gradient_accumulation_steps=4,
     max_steps=6, save_steps=3, eval_steps=3, eval_strategy="steps", logging_steps=1, learning_rate=1e-3,
     lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=1.0, report_to=[], seed=3,
-    disable_tqdm=True, gradient_checkpointing=job.get("gradient_checkpointing", False))
+    disable_tqdm=True, gradient_checkpointing=job.get("gradient_checkpointing", False),
+    load_best_model_at_end=job.get("best", False), greater_is_better=True if job.get("best") else None)
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
 trainer = Trainer(model=model, args=arguments, train_dataset=Batches(),
                   eval_dataset=torch.utils.data.Subset(Batches(), range(4)))

@@ -31,7 +31,7 @@ def check_before_loading(model, config) -> None:
     accumulation = ds_config.get("gradient_accumulation_steps", 1)
     from deepspeed.accelerator import get_accelerator
 
-    from lohan_ds.offload import plan_run  # a process without a lohan config never loads it
+    from lohan_ds.run_plan import plan_run  # a process without a lohan config never loads it
     device = torch.device(get_accelerator().current_device_name())
     plan_run(twin, lohan_config, lambda p: group if p.requires_grad else None,
              accumulation if isinstance(accumulation, int) else 1, device)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lohan_ds.profiler.free_space import drive_of
+from lohan_ds.store.free_space import drive_of
 from lohan_ds.store.direct_io import file_system_type
 
 

@@ -19,7 +19,7 @@ from lohan_ds.errors import CapacityError
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.planner.memory_model import format_bytes
-from lohan_ds.profiler.free_space import drive_of, free_bytes
+from lohan_ds.store.free_space import drive_of, free_bytes
 from lohan_ds.profiler.rates import Rate
 from lohan_ds.profiler.ssd_traffic import Traffic, sustained
 from lohan_ds.store.direct_io import file_system_type

@@ -45,6 +45,32 @@ def offload(section, **values):
     return {"lohan": {}, "zero_optimization": {"stage": 3, section: values}}
 
 
+# ---- runs with a name, activations
+
+@pytest.mark.parametrize("values, key, word", [
+    ({"run_name": "a"}, "ssd_paths", "missing"), ({"run_name": "../a"}, "run_name", "letters"),
+    ({"run_name": "a."}, "run_name", "letters"), ({"run_name": "a" * 65}, "run_name", "letters"),
+    ({"durability": "shadow"}, "durability", "run_name"),
+    ({"run_name": "a", "durability": "maybe"}, "durability", "got"),
+    ({"run_name": "a", "optimizer_tier": "host"}, "optimizer_tier", "crash"),
+    ({"run_name": "a", "param_tier": "host"}, "param_tier", "crash"),
+    ({"run_name": "a", "durability": "in_place", "update": "eager"}, "update", "in_place"),
+    ({"activations": "swap"}, "activations", "got"),
+    ({"activations": "ssd", "activation_space": 10**6}, "ssd_paths", "ssd"),
+    ({"activations": "host"}, "activation_space", "missing"),
+    ({"activation_space": "1GB"}, "activation_space", "without")])
+def test_what_cannot_survive_or_be_swapped_is_refused(values, key, word, tmp_path):
+    paths = {} if key == "ssd_paths" else {"ssd_paths": str(tmp_path)}
+    message = refusal({"lohan": {**paths, **values}})
+    assert message.startswith(f"lohan.{key}: ") and word in message
+
+
+def test_what_can_is_read(tmp_path):
+    config = parse({"lohan": {"ssd_paths": str(tmp_path), "run_name": "Llama-3.1_x", "durability": "in_place",
+                              "activations": "ssd", "activation_space": "2GB"}})
+    assert (config.run_name, config.durability, config.activation_space) == ("Llama-3.1_x", "in_place", 2 * 10**9)
+
+
 # ---- the section itself
 
 @pytest.mark.parametrize("config", [{}, {"lohan": None}, {"lohan": False}, {"lohan": {"enabled": False}},

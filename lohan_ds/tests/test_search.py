@@ -37,6 +37,12 @@ requests = st.builds(
     PlanRequest, st.sampled_from([None, "host", "ssd"]), st.sampled_from([None, "host", "ssd"]),
     st.sampled_from([None, "eager", "deferred", "serial"]), st.sampled_from([None, 0, 1, 4]),
     st.sampled_from([None, 24576, 10**5]), st.sampled_from([1, 4]))
+durable_requests = st.builds(   # what the config lets through
+    PlanRequest, st.sampled_from([None, "ssd"]), st.sampled_from([None, "ssd"]),
+    st.sampled_from([None, "eager", "deferred", "serial"]), st.sampled_from([None, 0, 4]),
+    st.sampled_from([None, 24576]), st.sampled_from([1, 4]), st.sampled_from([None, "shadow", "in_place"])).filter(
+        lambda request: not (request.update == "eager" and request.durability == "in_place"))
+any_requests = st.one_of(requests, durable_requests)
 sizes = st.one_of(st.just(0), st.integers(0, 10**6), st.just(HUGE))
 budgets_any = st.builds(budgets_of, sizes, sizes, sizes, st.booleans(), st.sampled_from(["lohan.host_memory", RAM]),
                         st.sampled_from(["lohan.ssd_space", "free space of lohan.ssd_paths"]))
@@ -63,7 +69,7 @@ def test_a_plan_fits_and_honours_what_was_forced(spec, request, budgets):
 
 
 @settings(max_examples=50, deadline=None)
-@given(specs, requests, budgets_any, st.sampled_from(["host_bytes", "device_bytes", "ssd_bytes"]),
+@given(specs, any_requests, budgets_any, st.sampled_from(["host_bytes", "device_bytes", "ssd_bytes"]),
        st.integers(1, 10**6))
 def test_more_memory_never_turns_a_fit_into_a_no_fit(spec, request, budgets, tier, more_bytes):
     model = build_model(spec)
@@ -79,17 +85,17 @@ def test_nothing_gives_way_to_automatic_shadow_slots(spec, request, budgets):
     assert fits(model, automatic, budgets) == fits(model, deferred, budgets)
     if not fits(model, deferred, budgets):
         return
-    without, _ = make_plan(model, deferred, budgets)
+    without = replace(make_plan(model, deferred, budgets)[0], num_read_ahead_chunks=0)   # that comes after the slots
     with_shadow = replace(without, update="auto", shadow=True)
     items = needs(model, with_shadow, budgets.unified)
     has_room = not any(missing_bytes(items, budgets).values()) and 2 * total_bytes(items)["host"] <= budgets.host_bytes
     plan, _ = make_plan(model, automatic, budgets)
-    assert plan == (with_shadow if has_room else without)
+    assert replace(plan, num_read_ahead_chunks=0) == (with_shadow if has_room else without)
     assert plan == make_plan(model, replace(request, update="auto"), budgets)[0]
 
 
 @settings(max_examples=80, deadline=None)
-@given(specs, requests, budgets_any)
+@given(specs, any_requests, budgets_any)
 def test_the_named_change_really_fits_and_all_of_it_is_needed(spec, request, budgets):
     model = build_model(spec)
     changes = cheapest_change(model, request, budgets)
@@ -213,3 +219,46 @@ def test_plan_table_shows_decisions_and_budgets(update, shown):
         f"lohan plan: parameters on host, optimizer state on host, {shown}, prefetch_depth 2 units, chunk_bytes ")
     assert text.count("shadow slots") == (2 if plan.shadow else 0)   # the headline and the table
     assert "free device memory" in text and text.count("fits") == 3 and text.endswith(NOT_INCLUDED)
+
+
+@settings(max_examples=80, deadline=None)
+@given(specs, durable_requests, budgets_any)
+def test_a_durable_plan_keeps_all_on_ssd_and_has_slots_where_they_fit(spec, request, budgets):
+    model = build_model(spec)
+    if not fits(model, request, budgets):
+        return
+    plan, _ = make_plan(model, request, budgets)
+    assert {*plan.param_tier, *plan.state_tier} == {"ssd"}
+    assert plan.durability == (request.durability or plan.durability) != "none"
+    assert plan.shadow == (plan.durability == "shadow")
+    assert plan.update in ((request.update,) if request.update else ("auto", "deferred"))
+    if request.durability is None and plan.durability == "in_place":
+        assert not fits(model, replace(request, durability="shadow"), budgets)
+    assert not any(missing_bytes(needs(model, plan, budgets.unified), budgets).values())
+
+
+def test_durability_is_chosen_by_the_room_on_ssd_and_said_with_its_cost():
+    twice = 2 * 12000 * 2048 * 14
+    for ssd, durability, said in ((twice, "shadow", "one sync per step"), (twice - 1, "in_place", "good order")):
+        budgets = budgets_of(ssd=ssd)
+        plan, _ = make_plan(MODEL_50MB, replace(AUTO, durability=None), budgets)
+        assert plan.durability == durability and said in plan_table(MODEL_50MB, plan, budgets).splitlines()[0]
+    assert keys_of(replace(AUTO, durability="shadow"), budgets_of(ssd=twice - 1)) == {"lohan.durability": "in_place"}
+
+
+def test_state_is_read_ahead_into_what_is_left_of_the_share_and_no_further():
+    on_ssd = replace(AUTO, param_tier="ssd", optimizer_tier="ssd", update="deferred", chunk_bytes=2**20)
+
+    def chunks(request: PlanRequest, host: int, unified: bool = False) -> int:
+        budgets = budgets_of(host, ssd=HUGE, unified=unified)
+        plan, _ = make_plan(MODEL_50MB, request, budgets)
+        used = total_bytes(needs(MODEL_50MB, plan, unified))["host"]
+        assert not plan.num_read_ahead_chunks or used <= (0.5 if unified else 0.9) * host
+        return plan.num_read_ahead_chunks
+
+    everything = sum(len(block.chunks) for block in make_plan(MODEL_50MB, on_ssd, budgets_of(ssd=HUGE))[1])
+    assert chunks(on_ssd, HUGE) == everything
+    assert 0 < chunks(on_ssd, 300 * 10**6) < everything
+    assert chunks(on_ssd, 150 * 10**6, unified=True) == 0
+    assert chunks(replace(on_ssd, update="serial"), HUGE) == 0
+    assert chunks(replace(on_ssd, optimizer_tier="host"), HUGE) == 0
