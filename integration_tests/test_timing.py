@@ -98,14 +98,14 @@ class SkippingModel(OddModel):
 
 def use_plan(monkeypatch, **changes):
     """Engines made from now on have plans with these changes, whatever the planner would give them."""
-    import lohan_ds.offload
-    make_plan = lohan_ds.offload.make_plan
+    import lohan_ds.run_plan
+    make_plan = lohan_ds.run_plan.make_plan
 
     def changed(*args, **kwargs):
         plan, blocks = make_plan(*args, **kwargs)
         return dataclasses.replace(plan, **changes), blocks
 
-    monkeypatch.setattr(lohan_ds.offload, "make_plan", changed)
+    monkeypatch.setattr(lohan_ds.run_plan, "make_plan", changed)
 
 
 @pytest.mark.timeout(60)
