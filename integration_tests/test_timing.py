@@ -305,3 +305,18 @@ def test_prefetch_hides_reads(tmp_path, monkeypatch):
             fastest_s[depth] = min(seconds)
     print(f"forward with prefetch_depth 2 / 0: {fastest_s[2] / fastest_s[0]:.2f}")
     assert fastest_s[2] < 0.8 * fastest_s[0]
+
+
+def test_adam_takes_the_number_of_threads_of_the_config(monkeypatch, tmp_path):
+    import lohan_ds.updater
+    seen, adam_update_ = [], lohan_ds.updater.adam_update_
+
+    def recording(*args):
+        seen.append(args[-1])
+        adam_update_(*args)
+
+    monkeypatch.setattr(lohan_ds.updater, "adam_update_", recording)
+    model = tiny_llama()
+    with engine_for(model, engine_config(tmp_path, update_threads=3)) as engine:
+        train_engine(engine, make_batches(model, 1))
+    assert seen and set(seen) == {3}

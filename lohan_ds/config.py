@@ -105,6 +105,11 @@ class LohanConfig(pydantic.BaseModel):
     ssd_threads: int | None = Field(None, ge=1, json_schema_extra={"what": "threads", "automatic": "4"})
     """Threads that read and write the SSDs. By default 4: enough requests in flight to keep one NVMe SSD busy."""
 
+    update_threads: int | None = Field(None, ge=1, json_schema_extra={
+        "what": "threads", "automatic": "all cores but one beside a GPU, else torch's number"})
+    """CPU threads of Adam, and of adding up gradients that have come off a GPU. By default all physical cores but one
+    beside a GPU, whatever OMP_NUM_THREADS says; where the CPU computes the model too, as many as torch has there."""
+
     step_report: bool = Field(False, json_schema_extra={"what": "true or false", "automatic": "false"})
     """Whether to print a line per step: its seconds, how much of the update lay under forward and backward, what
     waited for what, SSD bytes and rates. Printed once the step's update is over, so often one step later."""
@@ -138,7 +143,7 @@ class LohanConfig(pydantic.BaseModel):
                               'they have a unit, like "24GB"')
         return nbytes
 
-    @pydantic.field_validator("prefetch_depth", "ssd_threads", mode="before")
+    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", mode="before")
     @classmethod
     def _no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lohan_ds.block import Block
 from lohan_ds.config import LohanConfig
+from lohan_ds.cpu_threads import num_update_threads
 from lohan_ds.errors import StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
@@ -102,7 +103,8 @@ class Offload:
         _return_freed_memory()
         for operator in ("cpu_adam", "grad_accumulate"):
             native(operator)   # compiles now, if ever, and not in the first step
-        self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder)
+        self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
+                                          num_update_threads(self.device, config.update_threads))
         self.closers.append(self.gradients.close)
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))

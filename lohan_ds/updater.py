@@ -90,8 +90,9 @@ class Updater:
     on_span: Callable[[str, float, float, int, int | None], None] | None = None
 
     def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int,
-                 num_read_ahead_chunks: int = 0):
+                 num_read_ahead_chunks: int = 0, num_threads: int | None = None):
         self._store = store
+        self._num_threads = num_threads              # of Adam; torch's number when None
         self._shadow = [store.has_shadow(block.index) for block in blocks]
         self._protocol = StepProtocol(self._shadow)
         self._condition = threading.Condition()
@@ -328,7 +329,8 @@ class Updater:
             part = slice(run.start - piece.chunk.start, run.end - piece.chunk.start)
             out = arrays.params[part] if covered and arrays.params is not None else None
             adam_update_(arrays.master[part], update.grads[run.start:run.end], arrays.exp_avg[part],
-                         arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, self._scratch, out)
+                         arrays.exp_avg_sq[part], run.step, run.hyper, update.coefficient, self._scratch, out,
+                         self._num_threads)
         if arrays.params is not None and not covered:   # gaps between parameters, and those that got no gradient
             arrays.params.copy_(arrays.master)
         if self.on_span is not None:

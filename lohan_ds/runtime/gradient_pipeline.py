@@ -56,14 +56,15 @@ class GradientPipeline:
     """
 
     def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, store: BlockStore, streams: Streams,
-                 pool: PinnedPool, recorder: Recorder | None = None):
+                 pool: PinnedPool, recorder: Recorder | None = None, num_threads: int | None = None):
+        """`num_threads`: of the CPU, for updates and for what comes off an accelerator; torch's number when None."""
         self._blocks, self._plan, self._store, self._streams, self._pool = blocks, plan, store, streams, pool
-        self._recorder = recorder
+        self._recorder, self._num_threads = recorder, num_threads
         self._held = [_HeldGradients(len(block.slots)) for block in blocks]
         self._collected: deque[Work] = deque()
         self._collect_jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._terms: StepTerms | None = None       # what speculation in this step is made with
-        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks)
+        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks, num_threads)
         if recorder is not None:
             self.updater.on_span = recorder.update_span
         largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
@@ -96,7 +97,7 @@ class GradientPipeline:
             def take_copied() -> None:
                 event.host_wait()
                 if want_squares:
-                    self._have_squares(block, held, slot, sum_of_squares(target))
+                    self._have_squares(block, held, slot, sum_of_squares(target, self._num_threads))
 
             self._submit(take_copied)
             return
@@ -108,7 +109,7 @@ class GradientPipeline:
         def take_staged() -> None:
             try:
                 event.host_wait()
-                squares = accumulate_(target, staged, add, want_squares)
+                squares = accumulate_(target, staged, add, want_squares, self._num_threads)
             finally:
                 self._staging.release(raw)
             if want_squares:

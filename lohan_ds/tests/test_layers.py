@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     6: {"cli", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "profiler", "testing"},
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
-        "process_end", "run_state", "run_plan", "checkpoint_folder"},
+        "process_end", "cpu_threads", "run_state", "run_plan", "checkpoint_folder"},
     4: {"runtime"},
     3: {"store", "memory", "adam", "grad_norm", "step_protocol", "updater", "read_ahead"},
     2: {"planner"},
