@@ -359,3 +359,80 @@ def test_safe_get_and_set(tmp_path, tier, dtype):
         pair.train(batches[3:])
         pair.check()
         assert DTYPES[dtype] == ours["norm.weight"].dtype
+
+
+# -- parameters in host memory, where the CPU computes: units compute with the store's own tensors -------------------
+
+
+class _Shrinking(nn.Linear):
+    """Changes its weight in its own forward; `before_edit` is what a twin needs to know."""
+    before_edit = staticmethod(lambda weight: None)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.before_edit(self.weight)
+            self.weight.mul_(0.75)
+        return super().forward(x)
+
+
+def _shrinking_model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(_Shrinking(33, 65), nn.ReLU(), _Shrinking(65, 33))
+
+
+@pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
+@DTYPE
+def test_an_edit_in_a_forward_that_computes_with_the_store_itself(tmp_path, dtype, update):
+    with pair_of(_shrinking_model, lohan_section(tmp_path, update=update), dtype=dtype, clip=1.0) as pair:
+        twin_edits: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for module in pair.twin.model:
+            module.before_edit = lambda weight: twin_edits.append((weight, weight.detach().clone()))
+
+        def loss_fn(model, x):
+            loss = model(x).float().square().mean()
+            masters = pair.twin._master
+            for param, before in twin_edits:   # where bits changed, the master follows
+                name = next(name for name, other in pair.twin.model.named_parameters() if other is param)
+                if param.dtype != torch.float32:
+                    changed = before.view(torch.int16) != param.detach().view(torch.int16)
+                    masters[name].copy_(torch.where(changed, param.detach().float(), masters[name]))
+            twin_edits.clear()
+            return loss
+
+        for seed in range(4):
+            x = torch.randn(5, 33, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+            pair.train([x], loss_fn)
+        pair.check()
+
+
+@pytest.mark.parametrize("update", ["deferred", "eager"])
+@DTYPE
+def test_units_copy_nothing_and_whoever_looks_gets_a_copy(tmp_path, dtype, update):
+    with pair_of(OddModel, lohan_section(tmp_path, update=update), dtype=dtype) as pair:
+        batches = batches_for(131, 4)
+        pair.train(batches[:1])
+        fetched = pair.engine.lohan_stats()["param_bytes_fetched"]
+        weight, seen = pair.engine.module.layers[1].up.weight, []
+        handle = pair.engine.module.layers[1].up.register_forward_hook(lambda *_: seen.append(weight.data_ptr()))
+        pair.train(batches[1:2])
+        handle.remove()
+        block, slot = pair.engine.offload.place_of(weight)
+        info, store = pair.engine.offload.blocks[block].slots[slot], pair.engine.offload.store
+        pair.engine.offload.gradients.updater.drain()
+        addresses = [home.params[info.offset:].data_ptr() for home in store._slots[block]]
+        assert seen and set(seen) <= set(addresses)
+        assert pair.engine.lohan_stats()["param_bytes_fetched"] == fetched, "units computed with the store's tensors"
+
+        loss = loss_of(pair.engine, batches[2])        # the last units are resident now, and lent
+        held = [param.data for param in pair.engine.module.parameters()]
+        values = [value.clone() for value in held]
+        owned = {home.params.untyped_storage().data_ptr() for slots in store._slots for home in slots}
+        assert not owned & {value.untyped_storage().data_ptr() for value in held}
+        pair.engine.backward(loss)
+        assert loss.item() == pair.twin.micro_step(batches[2])
+        pair.step()
+        pair.train(batches[3:])
+        pair.engine.offload.gradients.updater.drain()
+        assert all(torch.equal(value, old) for value, old in zip(held, values))
+        pair.check()

@@ -235,9 +235,8 @@ class Offload:
         info = block.slots[slot]
         self.gradients.updater.spoil(block_index, wait=True)
         if block.trainable and block.has_separate_master:
-            old = self._read(block_index, slot, "param").reshape(-1)
             master = self._read(block_index, slot, "master").reshape(-1)
-            changed = old.view(torch.int16) != values.view(torch.int16)
+            changed = master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
             self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
         self.store.write_array(block_index, "param", info.offset, values)
 

@@ -11,6 +11,11 @@ fetches its block (`released_parameter.py`), and so does unpacking a saved weigh
 What autograd saves of weights is the matter of saved_weights.py.
 
 A fetched block lives in a buffer of its own; see fetch_buffers.py for when that is used again.
+
+[Note: lent]
+Where the accelerator's memory is the host's and the params are in host RAM, units compute with the store's own tensor:
+nothing is copied. Whoever else looks at a parameter gets a copy, which stays as it is when the block is updated later.
+An edit of a lent tensor, in a unit's own forward, is in the store already; its master has yet to follow.
 """
 from __future__ import annotations
 
@@ -59,6 +64,7 @@ class _Residence:
     def __init__(self) -> None:
         self.state = Residency.OFFLOADED
         self.buffer: Tensor | None = None    # (numel,) block dtype, device
+        self.is_lent = False                 # the buffer is the store's own tensor
         self.work: Work | None = None        # of the fetch; its result is an Event or None
         self.version = 0                     # grows with every update and edit of the block
         self.num_running = 0                 # units whose forward is running and needs it
@@ -248,12 +254,16 @@ class ParamStreamer:
         for b in self._units[index].blocks:
             self._start(b, demand)
 
-    def _start(self, b: int, demand: bool) -> None:
+    def _start(self, b: int, demand: bool, lend: bool = True) -> None:
         residence = self._residence[b]
         if residence.state is not Residency.OFFLOADED:
             return
         if self._staging is not None and not demand and not self._staging.has_free():
             return  # prefetch slows down, it never waits
+        lent = self._store.lend_params(b) if lend and self._streams.unified else None
+        if lent is not None:
+            residence.is_lent, residence.work, residence.state = True, lent, Residency.FETCHING
+            return
         block = self._blocks[b]
         with torch.inference_mode(False):   # else a later training forward could not save what lies in it
             buffer = self.buffers.take(block)
@@ -269,23 +279,30 @@ class ParamStreamer:
         residence.buffer, residence.work, residence.state = buffer, work, Residency.FETCHING
         self.bytes_fetched += block.param_bytes
 
-    def _finish(self, b: int) -> None:
-        """Waits until the block may be computed with."""
+    def _finish(self, b: int, lend: bool = True) -> None:
+        """Waits until the block may be computed with. Without `lend` it lies in no tensor of the store, if it is not
+        computed with already: see [Note: lent]."""
         residence = self._residence[b]
+        if residence.is_lent and not lend:
+            self._forget(b)
         if residence.state is Residency.RESIDENT:
             return
-        self._start(b, demand=True)
+        self._start(b, demand=True, lend=lend)
         try:
             if self._recorder is not None:
                 self._record_stalls(b)
-            event = residence.work.wait()
+            result = residence.work.wait()
         except BaseException:
-            self.buffers.lose(residence.buffer)
+            if not residence.is_lent:
+                self.buffers.lose(residence.buffer)
             residence.state, residence.work, residence.buffer = Residency.OFFLOADED, None, None
+            residence.is_lent = False
             self._check_background()  # the first cause, if it is known
             raise
-        if self._staging is not None:
-            event.compute_wait()
+        if residence.is_lent:
+            residence.buffer = result
+        elif self._staging is not None:
+            result.compute_wait()
         residence.work = None
         buffer = residence.buffer
         with torch.inference_mode(False):
@@ -328,20 +345,25 @@ class ParamStreamer:
         residence = self._residence[b]
         if residence.state is Residency.FETCHING:
             residence.work.wait()
-            buffer, residence.buffer = residence.buffer, None
             residence.state, residence.work = Residency.OFFLOADED, None
-            self.buffers.give(buffer)
+            self._give_buffer(residence)
         self._release(b)
+
+    def _give_buffer(self, residence: _Residence) -> None:
+        buffer, residence.buffer = residence.buffer, None
+        if buffer is not None and not residence.is_lent:
+            self.buffers.give(buffer)
+        residence.is_lent = False
 
     def _drop(self, b: int) -> None:
         residence = self._residence[b]
         for param, placeholder in zip(self._params[b], self._placeholders[b]):
             mark_released(param, placeholder)
             self._set_status(param, False)
-        buffer, residence.buffer, residence.state = residence.buffer, None, Residency.OFFLOADED
-        if buffer is not None:
-            self.saved.remove(buffer)
-            self.buffers.give(buffer)
+        residence.state = Residency.OFFLOADED
+        if residence.buffer is not None:
+            self.saved.remove(residence.buffer)
+            self._give_buffer(residence)
 
     def _keep_only(self, keep: set[int]) -> None:
         for b, residence in enumerate(self._residence):
@@ -373,7 +395,7 @@ class ParamStreamer:
         with self._lock:
             self._check_background()
             for b in block_indexes:
-                self._finish(b)
+                self._finish(b, lend=False)
 
     def gather(self, params: Sequence[nn.Parameter]) -> None:
         """Holds the blocks of `params` resident until `ungather`."""
@@ -411,6 +433,9 @@ class ParamStreamer:
                 values, version = param.data.reshape(-1), param._version
             moved = values.data_ptr() != in_buffer.data_ptr()
             if not (moved or residence.looked_at or version != seen):
+                continue
+            if residence.is_lent and not moved:
+                edits.append((slot, values.clone()))   # of the store's tensor: nothing is left to compare with
                 continue
             stored = torch.empty(info.numel, dtype=in_buffer.dtype)
             self._store.read_array(b, "param", info.offset, stored)

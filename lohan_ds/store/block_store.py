@@ -145,14 +145,17 @@ class BlockStore:
         return order.read(
             lambda slot: Work.of_future(self._copier.submit(_copy, slots[slot].params, out), holds=out))
 
-    def params_view(self, block_index: int) -> Tensor | None:
-        """The host tensor of the params itself, (numel,) block dtype; None for params on SSD.
+    def lend_params(self, block_index: int) -> Work | None:
+        """Work of the host tensor of the params itself, (numel,) block dtype, after the last announced update; None for
+        params on SSD. Never blocks. StepError through the Work if that update failed.
 
-        The store does not see what is done with it: call `wait_published` first, and be done with reading before
-        the next update is announced. Ask again after that: a block with a shadow slot has another tensor then.
+        The store does not see what is done with the tensor: be done with it before the next update is announced, and
+        ask again after that, because a block with a shadow slot has another tensor then.
         """
         slots, order = self._open_block(block_index)
-        return slots[order.current_slot()].params
+        if slots[0].params is None:
+            return None
+        return order.read(lambda slot: Work.completed(slots[slot].params))
 
     # Updates: announce, load and save each chunk, publish or fail. Speculations: load and save each chunk, then
     # either announce and publish, or drop them by doing nothing.
@@ -293,7 +296,11 @@ class BlockStore:
             slots[where.target].write_range(kind, start, values, buffer)
 
     def array_view(self, block_index: int, kind: str, start: int, numel: int) -> Tensor | None:
-        """The host tensor itself, (numel,) of the array's dtype; None when it lies on SSD. As `params_view`."""
+        """The host tensor itself, (numel,) of the array's dtype; None when it lies on SSD.
+
+        The store does not see what is done with it: call `wait_published` first, and be done with reading before the
+        next update is announced.
+        """
         slots, order = self._open_block(block_index)
         array = slots[order.current_slot()].host_array(kind)
         return None if array is None else array[start:start + numel]

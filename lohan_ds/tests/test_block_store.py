@@ -143,10 +143,10 @@ def test_round_trip_and_updates_in_every_tier(tmp_path, dtype, param_tier, state
                     _update(store, block)
                     _check_all(store, block, _values(block, block.index), count)
         _check_all(store, blocks[3], _values(blocks[3], 3), 0)
-        view = store.params_view(1)
-        assert (view is None) == (param_tier == "ssd")
-        if view is not None:
-            assert torch.equal(view, _read(store, blocks[1]))
+        lent = store.lend_params(1)
+        assert (lent is None) == (param_tier == "ssd")
+        if lent is not None:
+            assert torch.equal(lent.wait(), _read(store, blocks[1]))
 
 
 @pytest.mark.parametrize("dtype,stride", [("bfloat16", 1), ("float32", 16)])
@@ -409,7 +409,7 @@ def test_close_leaves_nothing_and_everything_raises(tmp_path, tier):
             waiting.wait()
         one = torch.ones(1)
         for call in (lambda: store.write_initial(0, out), lambda: store.read_params(0, out),
-                     lambda: store.params_view(0), lambda: store.announce_update(0), lambda: store.publish(0),
+                     lambda: store.lend_params(0), lambda: store.announce_update(0), lambda: store.publish(0),
                      lambda: store.fail(0, OSError()), lambda: store.wait_published(0),
                      lambda: store.load_chunk(0, block.chunks[0], None),
                      lambda: store.save_chunk(0, block.chunks[0], None),
@@ -494,8 +494,8 @@ def test_speculations_are_published_or_leave_no_trace(tmp_path, dtype, param_tie
                                    num_chunks=1 if way == "drop half" else None)
                 counts[block.index] += not way.startswith("drop")
                 _check_all(store, block, _values(block, block.index), counts[block.index])
-                view = store.params_view(block.index)
-                assert view is None or torch.equal(view, _read(store, block))
+                lent = store.lend_params(block.index)
+                assert lent is None or torch.equal(lent.wait(), _read(store, block))
         _check_all(store, blocks[2], _values(blocks[2], 2), 0)
         for block in blocks[:2]:  # the slot that is current by now is the one that is replaced
             store.write_initial(block.index, _values(block, 7))
