@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lohan_ds.block import Block
+from lohan_ds.block import Block, ParamSlot
 from lohan_ds.config import LohanConfig
 from lohan_ds.cpu_threads import num_update_threads
 from lohan_ds.errors import StepError, StoreError
@@ -116,7 +117,8 @@ class Offload:
         if self.plan.activations.policies:
             self._attach_swapper(config)
         if self.is_durable:
-            self._finish = functools.partial(_finish, self.gradients.updater, self.store)
+            flush = weakref.WeakMethod(self.flush)
+            self._finish = functools.partial(_finish, self.gradients.updater, self.store, flush)
             self.closers.append(self._finish)
 
     def _attach_swapper(self, config: LohanConfig) -> None:
@@ -177,14 +179,23 @@ class Offload:
         if checkpoint is not None:
             durable.wait()
 
+    @contextlib.contextmanager
+    def as_a_whole(self, what: str) -> Iterator[None]:
+        """For changes of values that belong together: if they are cut off after the first one, a run with a name ends
+        at its last commit, since what lies in the store then is of no step."""
+        before = self.store.num_edits
+        try:
+            yield
+        except BaseException as error:
+            if self.is_durable and self.store.num_edits != before:
+                self.gradients.updater.fail(StepError(f"{what} was cut off, the run ends at its last commit: "
+                                                      f"{error!r}"))
+            raise
+
     def end_run(self) -> None:
         """Makes all that was decided and edited durable; no later commit counts. Idempotent."""
         if self._finish in self.closers:
             self.closers.remove(self._finish)
-            try:
-                self.flush()
-            except (StoreError, StepError) as error:
-                logger.warning("the last edits of parameters are not kept: %s", error)
             self._finish()
 
     @property
@@ -219,26 +230,30 @@ class Offload:
             raise ValueError(f"{kind} of {info.name}: got {values.numel()} elements, needed {info.numel}")
         self.streamer.invalidate(block_index)
         self.gradients.updater.spoil(block_index, wait=True)
+        with self.as_a_whole(f"the change of {info.name}"):
+            self._write_arrays(block, info, kind, values)
+
+    def _write_arrays(self, block: Block, info: ParamSlot, kind: str, values: Tensor) -> None:
         values = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32)
         if kind == "param":
             kind, values = "master", values.to(getattr(torch, block.dtype)).float()
         if kind == "master":
+            self.store.write_array(block.index, "param", info.offset, values.to(getattr(torch, block.dtype)))
             if not block.trainable or not block.has_separate_master:
-                self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
                 return
-            self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
-        self.store.write_array(block_index, kind, info.offset, values)
+        self.store.write_array(block.index, kind, info.offset, values)
 
     def _on_edit(self, block_index: int, slot: int, values: Tensor) -> None:
         """User code changed a resident parameter. Where it did, the master follows; else it keeps its precision."""
         block = self.blocks[block_index]
         info = block.slots[slot]
         self.gradients.updater.spoil(block_index, wait=True)
-        if block.trainable and block.has_separate_master:
-            master = self._read(block_index, slot, "master").reshape(-1)
-            changed = master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
-            self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
-        self.store.write_array(block_index, "param", info.offset, values)
+        with self.as_a_whole(f"an edit of {info.name}"):
+            if block.trainable and block.has_separate_master:
+                master = self._read(block_index, slot, "master").reshape(-1)
+                changed = master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
+                self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
+            self.store.write_array(block_index, "param", info.offset, values)
 
     def end_step(self, label: int) -> None:
         """For the recorder: step() of a step is over, which the user calls `label`."""
@@ -256,8 +271,14 @@ class Offload:
                 **(self.swapper.stats() if self.swapper is not None else {})}
 
 
-def _finish(updater: Updater, store: BlockStore) -> None:
-    """All that step() has decided becomes durable, unless something has failed: then what was committed stays."""
+def _finish(updater: Updater, store: BlockStore, flush: weakref.WeakMethod) -> None:
+    """All that step() has decided and the user has edited becomes durable, unless something has failed: then what was
+    committed stays."""
+    try:
+        if flush() is not None:
+            flush()()
+    except (StoreError, StepError) as error:
+        logger.warning("the last edits of parameters are not kept: %s", error)
     try:
         updater.drain()
         store.finish()

@@ -158,7 +158,8 @@ class GradientPipeline:
     def wait_collected(self) -> None:
         """Until every gradient that has arrived so far is held, and its sum of squares known."""
         while self._collected:
-            self._collected.popleft().wait()
+            self._collected[0].wait()
+            self._collected.popleft()
 
     def gradient(self, block_index: int, slot: int) -> Tensor | None:
         """(numel,) the held gradient of this step, a live view, or None: not arrived, or step() has used it."""
@@ -201,6 +202,11 @@ class GradientPipeline:
             held.squares = [None] * len(held.squares)
             held.final = [False] * len(held.final)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether a gradient has arrived since the last step."""
+        return any(any(held.present) for held in self._held)
+
     def present_slots(self) -> list[tuple[int, int]]:
         """(block, slot) of every gradient held."""
         return [(b, s) for b, held in enumerate(self._held) for s, there in enumerate(held.present) if there]
@@ -228,8 +234,8 @@ class GradientPipeline:
         if update.runs:
             self.updater.gradient_complete(update, square_sum)
 
-    def decide(self, terms: StepTerms) -> list[int]:
-        """step() happens: every block with gradients is updated with `terms`. Returns those blocks' indexes.
+    def decide(self, terms: StepTerms) -> None:
+        """step() happens: every block with gradients is updated with `terms`.
 
         Reads of these blocks wait from now on. `serial` plans return when all is done.
         """
@@ -242,7 +248,6 @@ class GradientPipeline:
         if self._plan.update == "serial":
             with stalling(self._recorder, "step"):
                 self.updater.drain()
-        return [update.block.index for update in updates]
 
     def _update_of(self, block: Block, held: _HeldGradients, terms: StepTerms) -> BlockUpdate:
         runs: list[Run] = []

@@ -141,7 +141,10 @@ class ParamStreamer:
     def _pre_forward(self, index: int, module: nn.Module, args) -> None:
         with self._lock:
             for b in self._units[index].blocks:
-                self._residence[b].num_running += 1
+                residence = self._residence[b]
+                if residence.state is Residency.RESIDENT and not residence.num_running and not _in_backward():
+                    self._write_back_edits(b)   # made before this forward, so that its graph is not stale
+                residence.num_running += 1
             self._enter(index)
 
     def _post_forward(self, index: int, module: nn.Module, args, output) -> None:
