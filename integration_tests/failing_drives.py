@@ -20,7 +20,7 @@ from lohan_ds.testing.faulty_io import FaultyIo
 
 ERRORS = (errno.EIO, errno.ENOSPC)
 KINDS = ("one request fails", "a read fails", "the drive is full", "short and slow", "a request stalls")
-STALL_S = 0.3   # a hundred times what a step takes
+STALL_S = 0.3   # many times what a step takes
 
 
 class StallingIo(ThreadSsdIo):
