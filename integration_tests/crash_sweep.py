@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="with commas")
     parser.add_argument("--kills", type=int, default=30, help="processes to kill in every mode")
     parser.add_argument("--faults", type=int, default=100, help="failing drives in every mode")
-    parser.add_argument("--saves", type=int, default=20, help="processes to kill while they save a checkpoint, at least")
+    parser.add_argument("--saves", type=int, default=20, help="processes to kill during a save, at least")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
     begin_s, problems = time.monotonic(), []
