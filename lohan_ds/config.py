@@ -94,6 +94,13 @@ class LohanConfig(pydantic.BaseModel):
     activation_space: int | None = _setting("size", "none")
     """Bytes on the host or on all `ssd_paths` together for `activations` "host" or "ssd". What does not fit is kept."""
 
+    loss_tile_tokens: int | None = Field(None, ge=0, json_schema_extra={
+        "what": "tokens, or 0 for never", "automatic": "512 where logits take more than 1/16 of the device memory"})
+    """Tokens at a time for which a Hugging Face language model that is given labels computes its head and loss, so that
+    the logits of a batch never exist as a whole. Costs a third of the head's compute and rounds differently, so runs
+    with the same bits need the same number. `outputs.logits` are computed when looked at. By default only for batches
+    whose logits, fp32 logits and their gradient together are large for `device_memory`, or all the memory it has."""
+
     prefetch_depth: int | None = Field(None, ge=0, json_schema_extra={"what": "units", "automatic": "2"})
     """Units (layers) fetched ahead of the one that computes. By default 2: one in transfer, one ready. More needs
     more device memory; 0 fetches each when it is needed."""
@@ -143,7 +150,7 @@ class LohanConfig(pydantic.BaseModel):
                               'they have a unit, like "24GB"')
         return nbytes
 
-    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", mode="before")
+    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "loss_tile_tokens", mode="before")
     @classmethod
     def _no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
