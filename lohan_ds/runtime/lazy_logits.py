@@ -11,6 +11,7 @@ Shapes: (..., V) logits of hidden states (..., H).
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,7 +28,8 @@ _T = Tensor
 _ELEMENTWISE = frozenset((
     torch.tanh, _T.tanh, torch.mul, _T.mul, _T.__mul__, _T.__rmul__, torch.div, _T.div, _T.__truediv__,
     torch.clamp, _T.clamp, _T.float, _T.double, _T.half, _T.bfloat16))
-_VIEWS = frozenset((_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten))
+_VIEWS = frozenset((_T.view, _T.reshape, torch.reshape))
+_FLATTENS = frozenset((_T.flatten, torch.flatten))
 
 
 class HeadCall(Protocol):
@@ -88,13 +90,12 @@ class LazyLogits(torch.Tensor):
             return self
         if func is _T.__getitem__ and _keeps_last_axis(more[0], self.dim()):
             return self._of(self._hidden[more[0]], self._transform)
-        if func in _VIEWS:
-            shape = func(self._like_it(), *more, **kwargs).shape
-            if shape and shape[-1] == self.shape[-1]:
-                return self._of(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]), self._transform)
+        lead = self._leading_sizes(func, more, kwargs)
+        if lead is not None:
+            return self._of(self._hidden.reshape(*lead, self._hidden.shape[-1]), self._transform)
         to_dtype = func is _T.to and not kwargs and len(more) == 1 and isinstance(more[0], torch.dtype)
         if to_dtype or (func in _ELEMENTWISE and not _has_tensor((more, kwargs))):
-            dtype = func(self._like_it(), *more, **kwargs).dtype
+            dtype = func(torch.empty((), dtype=self.dtype, device="meta"), *more, **kwargs).dtype
             return LazyLogits(self._call, self._hidden, self.shape, dtype, (*self._transform, (func, more, kwargs)))
         if func is _T.to and not kwargs and more == (self.device,):
             return self
@@ -103,8 +104,18 @@ class LazyLogits(torch.Tensor):
     def _of(self, hidden: Tensor, transform: Transform) -> LazyLogits:
         return LazyLogits(self._call, hidden, torch.Size((*hidden.shape[:-1], self.shape[-1])), self.dtype, transform)
 
-    def _like_it(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    def _leading_sizes(self, func: Callable, more: tuple, kwargs: dict[str, Any]) -> list[int] | None:
+        """Of a view that leaves the last axis alone: the sizes of the others, one of them may be -1. Else None."""
+        if func in _FLATTENS and len(more) == 2 and not kwargs:
+            start, end = (axis % self.dim() for axis in more)
+            return [*self.shape[:start], -1, *self.shape[end + 1:-1]] if start <= end < self.dim() - 1 else None
+        sizes = more[0] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
+        if func not in _VIEWS or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+            return None
+        *lead, last = sizes
+        num_rows, known = math.prod(self.shape[:-1]), math.prod(size for size in lead if size != -1)
+        fits = known > 0 and num_rows % known == 0 if -1 in lead else known == num_rows
+        return lead if fits and (last == self.shape[-1] or (last == -1 and -1 not in lead)) else None
 
     def _cross_entropy(self, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
                        label_smoothing=0.0) -> Tensor | None:
