@@ -128,6 +128,7 @@ def test_unknown_key_far_from_all_lists_all():
 
 @pytest.mark.parametrize("key, value", [
     ("prefetch_depth", -1), ("prefetch_depth", 1.5), ("prefetch_depth", True), ("prefetch_depth", "two"),
+    ("loss_tile_tokens", -1), ("loss_tile_tokens", 1.5), ("loss_tile_tokens", True),
     ("ssd_threads", 0), ("ssd_threads", []), ("update", "lazy"), ("param_tier", "nvme"), ("optimizer_tier", "cpu"),
     ("enabled", "maybe"), ("ssd_paths", 3), ("ssd_paths", [3]), ("ssd_paths", ""), ("ssd_paths", {"a": 1}),
     ("chunk_bytes", 24 * 1024 - 1), ("host_memory", 24), ("update", True)])
