@@ -56,7 +56,8 @@ def report(job: dict) -> dict:
 
 
 def losses_of(rows: list[dict], first_step: int = 0) -> list[tuple]:
-    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("learning_rate"), r.get("eval_loss")) for r in rows
+    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("learning_rate"), r.get("eval_loss"),
+             r.get("eval_accuracy")) for r in rows
             if r["step"] > first_step]
 
 
@@ -80,16 +81,20 @@ def trainer_runs(tmp_path_factory):
             "lohan": {"model": model, "ds_config": ds_config(tmp_path), "out": str(tmp_path / "lohan")}}
     jobs["resumed"] = {**jobs["lohan"], "out": str(tmp_path / "resumed"),
                        "resume": str(tmp_path / "lohan" / "checkpoint-3")}
+    jobs["tiled"] = {**jobs["lohan"], "ds_config": ds_config(tmp_path, loss_tile_tokens=8),
+                     "out": str(tmp_path / "tiled")}
     run([sys.executable, JOBS / "trainer_job.py"], jobs["plain"])
+    run([sys.executable, JOBS / "trainer_job.py"], jobs["tiled"])
     run([*launcher, JOBS / "trainer_job.py"], jobs["lohan"])
     run([sys.executable, JOBS / "trainer_job.py"], jobs["resumed"])
     return tmp_path, jobs
 
 
-def test_trainer_logs_equal_plain_zero3(trainer_runs):
-    """Loss, grad_norm and learning rate, for clip 1.0 and accumulation 4 (D46)."""
+@pytest.mark.parametrize("name", ["lohan", "tiled"])
+def test_trainer_logs_equal_plain_zero3(trainer_runs, name):
+    """Loss, grad_norm and learning rate, for clip 1.0 and accumulation 4 (D46); loss and metrics of evaluation."""
     _, jobs = trainer_runs
-    plain, lohan = report(jobs["plain"]), report(jobs["lohan"])
+    plain, lohan = report(jobs["plain"]), report(jobs[name])
     assert (plain["engine"], lohan["engine"]) == ("DeepSpeedEngine", "LohanEngine")
     assert lohan["num_parameters"] == tiny_llama(tied=True, vocab_size=129).num_parameters()  # D60; plain says 448
     assert len(lohan["log"]) == len(plain["log"]) >= 8
