@@ -150,6 +150,33 @@ def test_accelerate(tmp_path, in_code):
     assert torch.equal(logits_of(tmp_path / "out" / "final"), torch.load(tmp_path / "out" / "logits.pt"))
 
 
+WITHOUT_CONFIG = """
+import json, sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from lohan_ds.testing.harness import init_one_rank
+from lohan_ds.testing.models import OddModel, lm_batch
+init_one_rank()
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json.loads(sys.argv[1])))
+model = OddModel()
+engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+accelerator.backward(engine(**lm_batch(131)))
+optimizer.step()
+print("RESULT", type(engine).__name__, engine.get_global_grad_norm())
+"""
+
+
+def test_automatic_bucket_sizes_need_no_hidden_size(tmp_path):
+    """D08: what lohan ignores is not worked out from a config that a plain module has not."""
+    config = {**ds_config(tmp_path), "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2,
+              "gradient_accumulation_steps": 1}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CONFIG, json.dumps(config)], env=fresh_environment(),
+                          capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    name, norm = done.stdout.split("RESULT ")[1].split()[:2]
+    assert name == "LohanEngine" and float(norm) > 0
+
+
 def plain_losses(model) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = [torch.randint(0, 129, (12,), generator=torch.Generator().manual_seed(i)) for i in range(16)]

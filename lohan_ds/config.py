@@ -17,7 +17,8 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from lohan_ds.config_checks import check_ds_config, ignored_keys, is_automatic, is_off, refuse_unknown, translate
+from lohan_ds.config_checks import (IGNORED_ZERO_KEYS, check_ds_config, ignored_keys, is_automatic, is_off,
+                                    refuse_unknown, translate)
 from lohan_ds.errors import ConfigError
 from lohan_ds.run_name import is_run_name
 
@@ -252,6 +253,9 @@ def effective_ds_config(ds_config: dict) -> dict:
     for name in ("offload_optimizer", "offload_param", "gather_16bit_weights_on_model_save",
                  "stage3_gather_fp16_weights_on_model_save"):  # the last two are other names of a key set below
         zero.pop(name, None)
+    for name in IGNORED_ZERO_KEYS:   # Accelerate would fill "auto" from config.hidden_size, which not every model has
+        if is_automatic(zero.get(name, 0)):
+            zero.pop(name)
     zero.update(stage=3, memory_efficient_linear=False, stage3_gather_16bit_weights_on_model_save=True)
     result["zero_optimization"] = zero
     result.pop("aio", None)

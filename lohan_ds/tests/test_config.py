@@ -390,7 +390,7 @@ def test_effective_ds_config(tmp_path):
         **HF_JSON, "optimizer": ADAMW,
         "lohan": {"enabled": True, "host_memory": 1_500_000_000, "prefetch_depth": 0, "optimizer_tier": "ssd",
                   "ssd_paths": [str(tmp_path)], "ssd_threads": 2},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "memory_efficient_linear": False,
+        "zero_optimization": {"stage": 3, "memory_efficient_linear": False,
                               "stage3_gather_16bit_weights_on_model_save": True}}
     assert json.loads(json.dumps(effective)) == effective
     assert parse(effective) == parse(config)
