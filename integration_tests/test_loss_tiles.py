@@ -13,7 +13,7 @@ from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.runtime.lazy_logits import LazyLogits
 from lohan_ds.testing.delayed_streams import DelayedStreams
 from lohan_ds.testing.harness import engine_for, engine_state
-from lohan_ds.testing.models import OddModel, lm_batch, tiny_gpt2, tiny_llama, vocab_of
+from lohan_ds.testing.models import OddModel, lm_batch, tiled_loss_of, tiny_gpt2, tiny_llama, vocab_of
 from lohan_ds.testing.parity import Case, run_cases
 from lohan_ds.testing.twin import Twin, assert_same_bits
 
@@ -140,8 +140,29 @@ def test_a_model_without_such_a_head(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), engine_for(model, engine_config(tmp_path, device_memory="64kB")) as engine:
         train_engine(engine, make_batches(model, 1))
     said = [record.message for record in caplog.records if "logits" in record.message]
-    assert said == ["logits will be whole, not in tiles: the head of LlamaForCausalLM is a Sequential, not an "
-                    "nn.Linear as torch has it"]
+    assert said == ["logits will be whole, not in tiles: the head of LlamaForCausalLM is a "
+                    "torch.nn.modules.container.Sequential, not an nn.Linear as torch has it"]
+
+
+def test_adapters_around_a_frozen_head(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def make():
+        torch.manual_seed(0)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+        return get_peft_model(tiny_llama(), lora).train()
+
+    batches = make_batches(tiny_llama(), num_steps=3)
+    with engine_for(make(), engine_config(tmp_path, loss_tile_tokens=TILE)) as engine:
+        assert type(engine(**batches[0][0]).logits) is LazyLogits
+        train_engine(engine, batches)
+        state = engine_state(engine)
+    model = make()
+    twin = Twin(model, None, **LR)
+    for (batch,) in batches:
+        twin.micro_step(batch, lambda model, batch: tiled_loss_of(model.get_base_model(), batch, TILE))
+        twin.step()
+    assert_same_bits(state, twin.state())
 
 
 def test_an_exception_between_head_and_loss_ends_the_step_under_way(tmp_path):

@@ -43,7 +43,7 @@ class LossTiles:
     """When head and loss of a language model are computed over a few tokens at a time."""
     tile_tokens: int                   # tokens at a time
     whole_logits_bytes: int = 0        # logits that take no more are computed at once; 0: always in tiles
-    workspace_bytes: int = 0           # on the device, of one tile's logits and the head's gradient in fp32
+    workspace_bytes: int = 0           # on the device, of one tile's logits and a trained head's gradient in fp32
 
     def apply_to(self, tokens: int, vocabulary_size: int, element_bytes: int) -> bool:
         """Whether a batch is computed in tiles."""
@@ -60,11 +60,13 @@ def logits_bytes(tokens: int, vocabulary_size: int, element_bytes: int) -> int:
 
 
 def loss_tiles(tile_tokens: int | None, device_bytes: int, vocabulary_size: int, hidden_size: int,
-               element_bytes: int) -> LossTiles:
+               element_bytes: int, trains_head: bool) -> LossTiles:
     """As asked for; with None only where whole logits take much of the device's memory."""
     num_tokens = tile_tokens or TILE_TOKENS
     whole_bytes = 0 if tile_tokens else int(WHOLE_LOGITS_SHARE * device_bytes)
-    workspace_bytes = logits_bytes(num_tokens, vocabulary_size, element_bytes) + 4 * vocabulary_size * hidden_size
+    workspace_bytes = logits_bytes(num_tokens, vocabulary_size, element_bytes)
+    if trains_head:
+        workspace_bytes += 4 * vocabulary_size * hidden_size
     return LossTiles(num_tokens, whole_bytes, workspace_bytes)
 
 

@@ -73,7 +73,7 @@ def _loss_tiles(model: nn.Module, config: LohanConfig, device: torch.device) -> 
         return None
     total_bytes = _total_device_bytes(config, device) if config.loss_tile_tokens is None else 0
     return loss_tiles(config.loss_tile_tokens, total_bytes, head.out_features, head.in_features,
-                      head.weight.dtype.itemsize)
+                      head.weight.dtype.itemsize, head.weight.requires_grad)
 
 
 def _total_device_bytes(config: LohanConfig, device: torch.device) -> int:

@@ -84,13 +84,14 @@ def _loss(model: nn.Module, num_tokens: int, loss_tile_tokens: int | None,
         _, head = find_head(model)
     except UnknownHead:
         return None, ""
-    shape = head.out_features, head.in_features, head.weight.dtype.itemsize
-    whole_bytes = format_bytes(logits_bytes(num_tokens, head.out_features, head.weight.dtype.itemsize))
-    tiles = loss_tiles(loss_tile_tokens, device_bytes, *shape)
-    if loss_tile_tokens == 0 or not tiles.apply_to(num_tokens, head.out_features, head.weight.dtype.itemsize):
+    element_bytes, is_trained = head.weight.dtype.itemsize, head.weight.requires_grad
+    tiles = loss_tiles(loss_tile_tokens, device_bytes, head.out_features, head.in_features, element_bytes, is_trained)
+    whole_bytes = format_bytes(logits_bytes(num_tokens, head.out_features, element_bytes))
+    if loss_tile_tokens == 0 or not tiles.apply_to(num_tokens, head.out_features, element_bytes):
         return None, f"all logits at once, {whole_bytes} with their gradient"
-    return TiledHead(model, tiles), (f"in tiles of {tiles.tile_tokens} tokens, {format_bytes(tiles.workspace_bytes)} "
-                                     f"with the head's gradient in fp32; all logits at once would take {whole_bytes}")
+    return TiledHead(model, tiles), (
+        f"in tiles of {tiles.tile_tokens} tokens, {format_bytes(tiles.workspace_bytes)}"
+        f"{' with the gradient of the head in fp32' * is_trained}; all logits at once would take {whole_bytes}")
 
 
 def _size(model_blocks: ModelBlocks) -> ModelSize:

@@ -44,8 +44,9 @@ def find_head(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
             if head is None:
                 continue
             if type(head) is not nn.Linear or "forward" in vars(head):
-                raise UnknownHead(f"the head of {type(module).__name__} is a {type(head).__name__}, not an nn.Linear "
-                                  "as torch has it", head)
+                kind = f"{type(head).__module__}.{type(head).__name__}"
+                raise UnknownHead(f"the head of {type(module).__name__} is a {kind}, not an nn.Linear as torch has it",
+                                  head)
             return module, head
     raise UnknownHead(f"{type(model).__name__} is no Hugging Face model with an output embedding and a forward that "
                       "takes labels")
