@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from lohan_ds.block import Block, ParamSlot
 from lohan_ds.config import LohanConfig
 from lohan_ds.cpu_threads import num_update_threads
-from lohan_ds.errors import StepError, StoreError
+from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import values_of
 from lohan_ds.ops.loader import native
+from lohan_ds.plan import OffloadPlan
 from lohan_ds.planner.search import plan_table
 from lohan_ds.profile import Budgets
 from lohan_ds.run_plan import model_size, plan_run
@@ -32,6 +33,7 @@ from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.saved_weights import WeightHooks
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
+from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
@@ -57,6 +59,7 @@ class Offload:
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
         self.blocks = self.model_blocks.blocks
+        self._tiled_head = _tiled_head(model, self.plan, config)
         self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
@@ -114,12 +117,20 @@ class Offload:
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
                                       self._on_edit, self.gradients.updater.check, set_status, self.recorder)
         self.streamer.attach()
+        if self._tiled_head is not None:
+            self._attach_tiled_head(self._tiled_head)
         if self.plan.activations.policies:
             self._attach_swapper(config)
         if self.is_durable:
             flush = weakref.WeakMethod(self.flush)
             self._finish = functools.partial(_finish, self.gradients.updater, self.store, flush)
             self.closers.append(self._finish)
+
+    def _attach_tiled_head(self, tiled_head: TiledHead) -> None:
+        unit = next(index for index, unit in enumerate(self.model_blocks.units)
+                    if any(module is tiled_head.head for module in unit.module.modules()))
+        tiled_head.attach(functools.partial(self.streamer.run_in_unit, unit),
+                          functools.partial(self.streamer.weights_version, unit))
 
     def _attach_swapper(self, config: LohanConfig) -> None:
         swap, dirs = self.plan.activations, []
@@ -161,7 +172,9 @@ class Offload:
                 _end_recording(self.recorder, self.gradients.updater)
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
-            if self.swapper is not None:
+            if self._tiled_head is not None:
+                self.closers.append(self._tiled_head.detach)
+            if self.swapper is not None:   # wrapped last
                 self.closers.append(self.swapper.detach)
         close_all(self.closers)
 
@@ -269,6 +282,22 @@ class Offload:
                 "updates_speculated": self.gradients.updater.num_speculated,
                 "updates_dropped": self.gradients.updater.num_dropped,
                 **(self.swapper.stats() if self.swapper is not None else {})}
+
+
+def _tiled_head(model: nn.Module, plan: OffloadPlan, config: LohanConfig) -> TiledHead | None:
+    """Not attached yet. ConfigError if the user asked for it and the model cannot."""
+    try:
+        if plan.loss_tiles is not None:
+            return TiledHead(model, plan.loss_tiles)
+        if config.loss_tile_tokens != 0:
+            find_head(model)
+    except UnknownHead as error:
+        if config.loss_tile_tokens:
+            raise ConfigError(f"lohan.loss_tile_tokens: got {config.loss_tile_tokens}, but {error}; remove "
+                              "it") from None
+        if error.head is not None:
+            logger.warning("logits will be whole, not in tiles: %s", error)
+    return None
 
 
 def _finish(updater: Updater, store: BlockStore, flush: weakref.WeakMethod) -> None:

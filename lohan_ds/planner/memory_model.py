@@ -34,7 +34,7 @@ def needs(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
     rebuilt. Grows with `prefetch_depth`, `chunk_numel` and `shadow`, never shrinks; the search relies on that.
     """
     items = [*_at_rest(model, plan), *_for_store(model, plan), *_for_update(model, plan),
-             *_for_compute(model, plan, unified), *_for_activations(plan, unified)]
+             *_for_compute(model, plan, unified), *_for_activations(plan, unified), *_for_loss(plan, unified)]
     return [item for item in items if item.nbytes > 0]
 
 
@@ -89,6 +89,13 @@ def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
     return [Need("host", "swapped activations", 0 if unified else swap.host_bytes),
             Need("host", f"buffers of swapped activations ({swap.num_buffers})", swap.num_buffers * swap.buffer_bytes),
             Need("ssd", "swapped activations", swap.ssd_bytes)]
+
+
+def _for_loss(plan: OffloadPlan, unified: bool) -> list[Need]:
+    """Of a loss that is always computed in tiles. Whole logits depend on the batch."""
+    tiles = plan.loss_tiles
+    nbytes = 0 if tiles is None or tiles.is_automatic else tiles.workspace_bytes
+    return [Need("host" if unified else "device", "loss: one tile's logits, fp32 gradient of the head", nbytes)]
 
 
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:

@@ -166,6 +166,20 @@ class ParamStreamer:
                 torch.autograd.graph.register_multi_grad_hook(
                     outputs, functools.partial(self._pre_backward, index), mode="any")
 
+    def run_in_unit(self, index: int, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """function(hidden), as if it were a forward of this unit; it may use the unit's weights, there and in backward.
+
+        Without an outer forward the hooks on saved tensors are put up here.
+        """
+        module, output = self._units[index].module, None
+        with self.saved.hooks_for_look():
+            self._pre_forward(index, module, (hidden,))
+            try:
+                output = function(hidden)
+                return output
+            finally:
+                self._post_forward(index, module, (hidden,), output)
+
     def _pre_backward(self, index: int, grad: Tensor) -> None:
         with self._lock:
             self._enter(index)

@@ -38,6 +38,7 @@ CLIPS = ("off", "never", "always", "last", "alternating")
 FIXED_LIMITS = {"off": 0.0, "never": 1e6, "always": 1e-3}
 CHUNK_BYTES = 24 * 1024     # the smallest: even the tiny models' blocks have several chunks
 LEARNING_RATE = 2e-3
+ACTIVATION_SPACE = "64MB"   # more than the tiny models save
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class Case:
     accumulation: int
     dtype: str
     steps: int
+    loss_tile_tokens: int = 0   # 0: logits as a whole
+    activations: str = "keep"
 
     def __str__(self) -> str:
         return (f"{self.model}, {self.tier}, {self.update}, clip {self.clip}, accumulation {self.accumulation}, "
-                f"{self.dtype}, {self.steps} steps")
+                f"{self.dtype}, {self.steps} steps"
+                + (f", loss tiles of {self.loss_tile_tokens}" if self.loss_tile_tokens else "")
+                + (f", activations {self.activations}" if self.activations != "keep" else ""))
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Calla
     for case in cases:
         start_s = time.perf_counter()
         make = make_model or MODELS[case.model]
-        key = (case.model, case.clip, case.accumulation, case.dtype, case.steps)
+        key = (case.model, case.clip, case.accumulation, case.dtype, case.steps, case.loss_tile_tokens)
         if key != twin_key:
             expected = None   # frees the last one first
             twin_key, expected = key, _train_twin(case, make(), look_early, flip_bit)
@@ -194,7 +199,8 @@ def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) 
     model.train()
     if flip_bit:
         _flip_lowest_bit(next(model.parameters()), DTYPES[case.dtype])
-    twin = Twin(model, _two_groups, DTYPES[case.dtype], accumulation=case.accumulation, lr=LEARNING_RATE)
+    twin = Twin(model, _two_groups, DTYPES[case.dtype], accumulation=case.accumulation,
+                loss_tile_tokens=case.loss_tile_tokens, lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, _lr_factor)
     run = Run([], [], {}, [])
     torch.manual_seed(0)
@@ -235,8 +241,11 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
     model.train()
     param_tier, optimizer_tier = TIERS[case.tier]
     section = {"update": case.update, "param_tier": param_tier, "optimizer_tier": optimizer_tier,
-               "chunk_bytes": chunk_bytes or "auto"}
-    if "ssd" in (param_tier, optimizer_tier):
+               "chunk_bytes": chunk_bytes or "auto", "loss_tile_tokens": case.loss_tile_tokens,
+               "activations": case.activations}
+    if case.activations in ("host", "ssd"):
+        section["activation_space"] = ACTIVATION_SPACE
+    if "ssd" in (param_tier, optimizer_tier, case.activations):
         section["ssd_paths"] = list(ssd_paths)
     config = ds_config(section, dtype=case.dtype, clip=limits[0], accumulation=case.accumulation)
     optimizer = torch.optim.AdamW(_two_groups(model), lr=LEARNING_RATE)
