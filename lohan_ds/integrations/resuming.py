@@ -57,9 +57,9 @@ def run_as_checkpoint(trainer: Any, given: str | bool | None) -> Iterator[str | 
 def refuse_second_training(trainer: Any) -> None:
     """Trainer destroys its engine when it trains again, and the model's values with it. StepError."""
     if getattr(trainer.model_wrapped, "offload", None) is not None:
-        raise StepError("this Trainer has trained already, and train() would destroy the engine that holds its model; save "
-                        "the model (save_model) and make a new Trainer from it, or, with lohan.run_name, start the script "
-                        "again")
+        raise StepError("this Trainer has trained already, and train() would destroy the engine that holds its model. "
+                        "Save the model (save_model) and make a new Trainer from it, or, with lohan.run_name, start "
+                        "the script again")
 
 
 def is_run(checkpoint: str) -> bool:
