@@ -105,7 +105,7 @@ class Offload:
         for operator in ("cpu_adam", "grad_accumulate"):
             native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
-                                          num_update_threads(self.device, config.update_threads))
+                                          num_update_threads(self.device, config.update_threads), self.device)
         self.closers.append(self.gradients.close)
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))
