@@ -6,7 +6,7 @@ would be full; then one launch packs them into it (ops/grad_pack.py) and a d2h c
 After the launch their own memory is free. There are two staging buffers: before one is written to again, compute waits
 for the copy out of it. So a link that is slower than backward holds up the device, not the host, and the device never
 has more than two buffers on their way. A gradient that is alone, or too large for a buffer, is copied from where
-autograd put it, at most two at a time: before a third the host waits, because nobody else knows when its memory is free.
+autograd put it, at most two at a time: before a third the host waits, for only it can know that their memory is free.
 """
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class GradientPacker:
         offsets, copies, end = [], [], 0
         for slot in slots:
             info = self._block.slots[slot]
-            if copies and slot - 1 in slots:   # its neighbour goes too, and so does the gap between them
+            if slot - 1 in slots:   # its neighbour goes too, and so does the gap between them
                 end = copies[-1][1] + info.offset - copies[-1][0]
             else:
                 end = round_up(end, ALIGN_NUMEL)
