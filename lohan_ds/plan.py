@@ -20,8 +20,9 @@ _MAX_GRADIENT_STAGING_BYTES = 64 << 20   # larger gradients are one large copy a
 
 
 def gradient_staging_bytes(blocks: Iterable[Block]) -> int:
-    """Of one device buffer in which a block's gradients are packed; larger blocks take several."""
-    return min(_MAX_GRADIENT_STAGING_BYTES, max((b.param_bytes for b in blocks if b.trainable), default=0))
+    """Of one device buffer in which a block's gradients are packed; larger blocks take several. 0: none has several."""
+    several = [b.param_bytes for b in blocks if b.trainable and len(b.slots) > 1]
+    return min(_MAX_GRADIENT_STAGING_BYTES, max(several, default=0))
 
 
 @dataclass(frozen=True)

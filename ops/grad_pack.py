@@ -28,7 +28,7 @@ def num_segments(numel: int) -> int:
 
 
 def pack(grads: Sequence[Tensor], offsets: Sequence[int], out: Tensor | None, scale: float = 1.0) -> Tensor:
-    """out[offset:offset + numel] = grad * scale, rounded to its dtype, for each of `grads`; returns the sums of squares of
+    """For each of `grads`, out[offset:offset + numel] = grad * scale, rounded to its dtype. Returns sums of squares of
     what was written: (all their segments,) fp64, on their device, those of the first gradient first.
 
     grads: (numel,) each, fp32, bf16 or fp16, all alike, contiguous, on one device for which `can_pack` is true. out:

@@ -125,9 +125,9 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
                     if b.trainable), default=0)
     sums_bytes = NUM_GRADIENT_SUM_BUFFERS * round_up(8 * num_sums, IO_ALIGN_BYTES)
     return [Need("host", f"staging buffers ({num_resident} blocks)", staging),
+            Need("host", "staging buffers (2 gradients)", grad_staging),
             Need("host", "sums of squares of packed gradients", sums_bytes if packing else 0),
             Need(device, "gradients being packed (3 buffers)", 3 * packing),
-            Need("host", "staging buffers (2 gradients)", grad_staging),
             Need(device, f"resident parameters ({num_resident} units)", resident),
             Need(device, "gradients of the largest parameter", grad_bytes * (1 if unified else 2))]
 
