@@ -25,7 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder, installed_cuda_version
+import torch
+from deepspeed.ops.op_builder.builder import (CUDAOpBuilder, MissingCUDAException, OpBuilder,
+                                                  installed_cuda_version)
 
 _FOLDER = Path(__file__).resolve().parent
 _LOCK_TIMEOUT_S = 120.0     # another process's build takes seconds
@@ -108,7 +110,9 @@ class CudaBuilder(LohanOpBuilder, CUDAOpBuilder):
         return [*super().sources(), f"csrc/{self.OPERATOR}/kernel.cu"]
 
     def builder(self):
-        installed_cuda_version()   # raises, where DeepSpeed's would compile the kernel without nvcc
+        self.error_log = self._why_no_nvcc()   # DeepSpeed's would compile the kernel without it
+        if self.error_log is not None:
+            raise RuntimeError(f"{self.name} cannot be built: {self.error_log}")
         return super().builder()
 
     def kernel_args(self) -> list[str]:
@@ -120,17 +124,21 @@ class CudaBuilder(LohanOpBuilder, CUDAOpBuilder):
                 *self.compute_capability_args(None if self.jit_mode else self.INSTALL_ARCHS)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Also without nvcc DeepSpeed's would go on."""
-        import torch
-        if torch.version.cuda is None:
-            self.error_log = "this torch is built without CUDA"
-        elif not torch.cuda.is_available():
-            self.error_log = "torch finds no NVIDIA GPU"
-        else:
-            major, minor = installed_cuda_version()
-            if str(major) != torch.version.cuda.split(".")[0]:
-                self.error_log = f"nvcc is of CUDA {major}.{minor}, torch of CUDA {torch.version.cuda}"
+        self.error_log = "torch finds no NVIDIA GPU" if not torch.cuda.is_available() else self._why_no_nvcc()
         return self.error_log is None and super().is_compatible(verbose)
+
+    @staticmethod
+    def _why_no_nvcc() -> str | None:
+        """None: there is one that fits torch."""
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA"
+        try:
+            major, minor = installed_cuda_version()
+        except MissingCUDAException as error:
+            return str(error)
+        if str(major) != torch.version.cuda.split(".")[0]:
+            return f"nvcc is of CUDA {major}.{minor}, torch of CUDA {torch.version.cuda}"
+        return None
 
 
 class GradPackBuilder(CudaBuilder):

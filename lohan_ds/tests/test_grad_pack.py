@@ -237,6 +237,12 @@ def test_where_torch_has_no_cuda(monkeypatch, caplog):
         monkeypatch.setattr(torch.version, "cuda", None)
         assert not grad_pack.can_pack(torch.device("cuda")) and grad_pack.can_pack(torch.device("cpu"))
         assert not grad_pack.can_pack(torch.device("meta"))
-        assert len(caplog.records) == 1 and "built without CUDA" in caplog.records[0].getMessage()
+        assert len(caplog.records) == 1 and "no NVIDIA GPU" in caplog.records[0].getMessage()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        loader._load.cache_clear()
+        assert not grad_pack.can_pack(torch.device("cuda"))
+        assert len(caplog.records) == 2 and "built without CUDA" in caplog.records[1].getMessage()
+        with pytest.raises(RuntimeError, match="grad_pack cannot be built: this torch is built without CUDA"):
+            builders.GradPackBuilder().builder()   # DS_BUILD_LOHAN_GRAD_PACK=1
     finally:
         loader._load.cache_clear()
