@@ -4,7 +4,7 @@ Not here: activations, logits and the user's own data. Those depend on the batch
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
-(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way. Shadow slots: 90.7 GB more.
+(4 layers), device 1.6 GB of resident layers and 0.4 GB of gradients on their way. Shadow slots: 90.7 GB more.
 """
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from lohan_ds.block import ALIGN_NUMEL, Block, round_up
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.ops.grad_pack import num_segments, pack
 from lohan_ds.plan import NUM_GRADIENT_SUM_BUFFERS, gradient_staging_bytes
+from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Event, Streams
 
 _MAX_LEAVING = 2   # gradients on their way from where autograd put them
@@ -29,14 +30,15 @@ _MAX_LEAVING = 2   # gradients on their way from where autograd put them
 class DirectCopies:
     """Copies of gradients from where autograd put them. Training or autograd thread."""
 
-    def __init__(self, streams: Streams):
-        self._streams = streams
+    def __init__(self, streams: Streams, recorder: Recorder | None = None):
+        self._streams, self._recorder = streams, recorder
         self._leaving: deque[Event] = deque()
 
     def d2h(self, target: Tensor, grad: Tensor) -> Event:
         """Starts the copy, whose memory is free when it is over. Blocks while `_MAX_LEAVING` others are under way."""
         while len(self._leaving) >= _MAX_LEAVING:
-            self._leaving.popleft().host_wait()
+            with stalling(self._recorder, "gradient"):
+                self._leaving.popleft().host_wait()
         event = self._streams.d2h(target, grad)
         self._leaving.append(event)
         return event
@@ -60,9 +62,9 @@ class GradientPacker:
     """See [Note: on their way out]. Training or autograd thread, but for `Packed.release`: any."""
 
     def __init__(self, blocks: Sequence[Block], streams: Streams, pool: PinnedPool, device: torch.device,
-                 direct: DirectCopies):
+                 direct: DirectCopies, recorder: Recorder | None = None):
         """Takes the host memory of the sums now, the device's at first use."""
-        self._streams, self._device, self._direct = streams, device, direct
+        self._streams, self._device, self._direct, self._recorder = streams, device, direct, recorder
         self._staging_bytes = gradient_staging_bytes(blocks)
         self._staging: list[Tensor] = []                       # two of (staging_bytes,) uint8, device
         self._copied: list[Event | None] = [None, None]        # the last copy out of each
@@ -96,7 +98,8 @@ class GradientPacker:
         slots = sorted(self._waiting)
         grads, self._waiting = [self._waiting[slot] for slot in slots], {}
         send = self._send_alone if len(slots) == 1 else self._send_together
-        buffer = self._sums.acquire()
+        with stalling(self._recorder, "gradient"):
+            buffer = self._sums.acquire()
         try:
             sums = buffer[:8 * sum(num_segments(grad.numel()) for grad in grads)].view(torch.float64)
             event = send(slots, grads, sums)

@@ -69,15 +69,15 @@ class GradientPipeline:
         self._collected: deque[Work] = deque()
         self._collect_jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._terms: StepTerms | None = None       # what speculation in this step is made with
+        largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
+        self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
+        self._direct = DirectCopies(streams, recorder)
+        self._packer: GradientPacker | None = None   # None: gradients leave one by one, or do not have to
+        if not streams.unified and not plan.accumulate_fp32 and can_pack(device):
+            self._packer = GradientPacker(blocks, streams, pool, device, self._direct, recorder)
         self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks, num_threads)
         if recorder is not None:
             self.updater.on_span = recorder.update_span
-        largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
-        self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
-        self._direct = DirectCopies(streams)
-        self._packer: GradientPacker | None = None   # None: gradients leave one by one, or do not have to
-        if not streams.unified and not plan.accumulate_fp32 and can_pack(device):
-            self._packer = GradientPacker(blocks, streams, pool, device, self._direct)
         self._thread = threading.Thread(target=self._collect_loop, name="lohan-collect", daemon=True)
         self._thread.start()
 
@@ -97,8 +97,7 @@ class GradientPipeline:
         held.present[slot], held.squares[slot], held.final[slot] = True, None, want_squares
         if self._packer is not None:
             if want_squares and not add and target.dtype == grad.dtype:
-                with stalling(self._recorder, "gradient"):
-                    left = self._packer.add(block, slot, grad, held.values, all(held.present))
+                left = self._packer.add(block, slot, grad, held.values, all(held.present))
                 return self._submit_packed(left)
             self._submit_packed(self._packer.flush())   # what comes now may be added to what waits
         if self._streams.unified:
@@ -107,8 +106,7 @@ class GradientPipeline:
                 self._submit(lambda: self._have_squares(block, held, slot, squares))
             return
         if not add and target.dtype == grad.dtype:
-            with stalling(self._recorder, "gradient"):
-                event = self._direct.d2h(target, grad)
+            event = self._direct.d2h(target, grad)
 
             def take_copied() -> None:
                 event.host_wait()

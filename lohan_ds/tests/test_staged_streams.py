@@ -1,18 +1,25 @@
 """Copies of memory that is not pinned pass through the pinned ring, in order, whole, and with every wait."""
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
 import torch
 
+import lohan_ds.engine
+import lohan_ds.offload
 from lohan_ds.errors import StepError
 from lohan_ds.memory import pinned_pool
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import NUM_STAGING, BufferRing, PinnedPool
+from lohan_ds.offload import Offload
 from lohan_ds.runtime.staged_streams import StagedStreams
 from lohan_ds.runtime.streams import InlineStreams
 from lohan_ds.testing.delayed_streams import DelayedStreams
+from lohan_ds.testing.harness import ds_config, engine_for, engine_state
+from lohan_ds.testing.models import OddModel, lm_batch, loss_of
+from lohan_ds.testing.twin import assert_same_bits
 
 PIECE_BYTES = 4096
 KINDS = ("h2d", "d2h")
@@ -21,11 +28,8 @@ KINDS = ("h2d", "d2h")
 class PoolThatFailed(PinnedPool):
     """Says that nothing but its ring is pinned."""
 
-    def __init__(self):
-        super().__init__(MemoryBudget("host", 1 << 26), pin=False)
-        self.fail()
-
-    def fail(self) -> None:
+    def __init__(self, budget: MemoryBudget | None = None, pin: bool = False):
+        super().__init__(budget or MemoryBudget("host", 1 << 26), pin=False)
         self.staging = BufferRing(self, NUM_STAGING, PIECE_BYTES, "pinned staging buffer")
         buffers = [self.staging.acquire() for _ in range(NUM_STAGING)]
         self._pinned = {buffer.data_ptr() for buffer in buffers}
@@ -140,3 +144,25 @@ def test_closed_ring_is_an_error():
         streams.h2d(torch.zeros(3), torch.ones(3)).host_wait()
     streams.close()
     assert pinned_pool.NUM_STAGING == 4
+
+
+def trained(tmp_path) -> tuple[list[float], dict, int]:
+    config = ds_config({"ssd_paths": [str(tmp_path)], "param_tier": "host", "optimizer_tier": "ssd"}, dtype="bf16",
+                       clip=1.0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    losses = []
+    with engine_for(OddModel(), config) as engine:
+        for step in range(3):
+            loss = loss_of(engine, lm_batch(131, seed=step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses, engine_state(engine), len(getattr(engine.offload.streams, "_directions", ()))
+
+
+def test_an_engine_whose_memory_cannot_be_pinned_has_the_same_bits(tmp_path, monkeypatch):
+    losses, state, _ = trained(tmp_path)
+    monkeypatch.setattr(lohan_ds.engine, "Offload", functools.partial(Offload, streams=DelayedStreams(0, 0.0005)))
+    monkeypatch.setattr(lohan_ds.offload, "PinnedPool", PoolThatFailed)
+    got_losses, got_state, num_directions = trained(tmp_path)
+    assert num_directions == 2 and got_losses == losses
+    assert_same_bits(got_state, state)
