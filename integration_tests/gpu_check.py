@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -362,19 +363,25 @@ def in_own_process(name: str, device: str, limit_s: float) -> Any:
     print(f"... {name}", file=sys.stderr, flush=True)
     environment = {**os.environ, "DS_ACCELERATOR": device, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, os.path.abspath(__file__), "--device", device, "--only", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                               start_new_session=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
-    except subprocess.TimeoutExpired:
-        raise NotRun(f"it took longer than {limit_s:.0f} s") from None
-    for line in done.stdout.splitlines():
+        stdout, stderr = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)   # the compilers that it has started, too
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise NotRun(f"it took longer than {limit_s:.0f} s") from None
+        raise
+    for line in stdout.splitlines():
         if line.startswith(_MARK):
             found = json.loads(line[len(_MARK):])
             if "not_run" in found:
                 raise NotRun(found["not_run"])
             return found["value"]
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     raise RuntimeError(next((line for line in reversed(lines) if "Error" in line), (lines or ["no output"])[-1])
-                       + f" (exit code {done.returncode})")
+                       + f" (exit code {process.returncode})")
 
 
 def only(name: str, device: str) -> None:

@@ -84,17 +84,27 @@ def test_device_memory_is_weighed_against_the_plan(found):
 
 
 def test_a_check_that_fails_hangs_or_has_no_time_leaves_its_rows(monkeypatch):
-    def run(command, **kwargs):
-        name = command[-1]
-        if name == "links":
-            raise subprocess.TimeoutExpired(command, kwargs["timeout"])
-        error = "Traceback ...\nRuntimeError: CUDA error: illegal\nbye" if name == "parity" else "Segmentation fault"
-        return subprocess.CompletedProcess(command, 1, "", error)
+    class Process:
+        pid, returncode = 7, 1
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+        def __init__(self, command, **kwargs):
+            self.name = command[-1]
+
+        def communicate(self, timeout):
+            if self.name == "links":
+                raise subprocess.TimeoutExpired("links", timeout)
+            return "", ("Traceback ...\nRuntimeError: CUDA error: illegal\nbye" if self.name == "parity" else
+                        "Segmentation fault")
+
+        def wait(self):
+            pass
+
+    killed = []
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Process)
+    monkeypatch.setattr(gpu_check.os, "killpg", lambda pid, how: killed.append(pid))
     rows = {row.check: row for row in gpu_check.all_rows("cpu", gpu_check.time.monotonic() + 1000)}
     assert list(rows) == [row.check for row in gpu_check.not_run_rows("")]
-    assert rows["pinning"] == Row("pinning", "not run", "it took longer than 40 s")
+    assert rows["pinning"] == Row("pinning", "not run", "it took longer than 40 s") and killed == [7]
     assert rows["parity with the twin"][1:] == ("FAILED", "RuntimeError: CUDA error: illegal (exit code 1)")
     assert rows["packing, bits"][1:] == ("FAILED", "Segmentation fault (exit code 1)")
     assert rows["s/step: lohan, host, eager"].result == "FAILED"
