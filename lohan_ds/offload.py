@@ -31,6 +31,7 @@ from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
 from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.saved_weights import WeightHooks
+from lohan_ds.runtime.staged_streams import StagedStreams
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
 from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
@@ -76,11 +77,11 @@ class Offload:
             raise
 
     def _build(self, config: LohanConfig, budgets: Budgets, streams: Streams, make_io, set_status) -> None:
-        self.streams = streams
         if streams.unified and config.host_memory:
             _give_large_tensors_back_when_freed()
         self.budget = MemoryBudget("host", budgets.host_bytes)
         self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
+        self.streams = streams = streams if streams.unified else StagedStreams(streams, self.pool)
         self.closers += [self.pool.close, streams.close]
         if self.recorder is not None:
             streams.on_copy = self.recorder.copy_span
@@ -108,7 +109,7 @@ class Offload:
         for operator in ("cpu_adam", "grad_accumulate"):
             native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
-                                          num_update_threads(self.device, config.update_threads))
+                                          num_update_threads(self.device, config.update_threads), self.device)
         self.closers.append(self.gradients.close)
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))

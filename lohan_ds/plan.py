@@ -1,8 +1,11 @@
 """`OffloadPlan`: the decisions a run is carried out by. Frozen plain values, no torch."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from lohan_ds.block import Block
 
 Tier = Literal["host", "ssd"]
 # Whether the run survives its process: "shadow" at the last committed step, whenever it ends; "in_place" only where it
@@ -12,6 +15,14 @@ Durability = Literal["none", "shadow", "in_place"]
 # last 20 steps was clipped, else deferred.
 UpdateMode = Literal["serial", "deferred", "eager", "auto"]
 ActivationPolicy = Literal["keep", "swap_host", "swap_ssd", "recompute"]
+NUM_GRADIENT_SUM_BUFFERS = 4   # of sums of squares on their way from the device
+_MAX_GRADIENT_STAGING_BYTES = 64 << 20   # larger gradients are one large copy anyway
+
+
+def gradient_staging_bytes(blocks: Iterable[Block]) -> int:
+    """Of one device buffer in which a block's gradients are packed; larger blocks take several. 0: none has several."""
+    several = [b.param_bytes for b in blocks if b.trainable and len(b.slots) > 1]
+    return min(_MAX_GRADIENT_STAGING_BYTES, max(several, default=0))
 
 
 @dataclass(frozen=True)

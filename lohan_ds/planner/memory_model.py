@@ -4,17 +4,18 @@ Not here: activations, logits and the user's own data. Those depend on the batch
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
-(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way. Shadow slots: 90.7 GB more.
+(4 layers), device 1.6 GB of resident layers and 0.4 GB of gradients on their way. Shadow slots: 90.7 GB more.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lohan_ds.block import DTYPE_BYTES, Block, round_up
-from lohan_ds.plan import OffloadPlan
+from lohan_ds.plan import NUM_GRADIENT_SUM_BUFFERS, OffloadPlan, gradient_staging_bytes
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 
 IO_ALIGN_BYTES = 4096
+NORM_SEGMENT_NUMEL = 16384   # elements for each sum of squares, as in ops/grad_accumulate.py
 MEMORY_TIERS: tuple[MemoryTier, ...] = ("host", "device", "ssd")
 NOT_INCLUDED = "Not included: activations, logits and your own data; leave room for them in host and device memory."
 
@@ -116,7 +117,8 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
 
     Resident at once: the unit that computes, `prefetch_depth` ahead of it, 1 behind; never more than the whole
     model, because units may share blocks. A gradient exists twice on a separate device (one being produced, one
-    being copied to the host), once where the memory is the host's.
+    being copied to the host), once where the memory is the host's. Where gradients are not accumulated, small ones
+    are packed there: some are waiting, two buffers are on their way.
     """
     device: MemoryTier = "host" if unified else "device"
     num_resident = plan.prefetch_depth + 2
@@ -125,8 +127,14 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
     grad_bytes = model.largest_param_numel * max((DTYPE_BYTES[b.dtype] for b in model.blocks if b.trainable), default=0)
     staging = 0 if unified else num_resident * max(b.param_bytes for b in model.blocks)
     grad_staging = 0 if unified or not grad_bytes else 2 * model.largest_param_numel * 4
+    packing = 0 if unified or plan.accumulate_fp32 else gradient_staging_bytes(model.blocks)
+    num_sums = max((sum(-(-slot.numel // NORM_SEGMENT_NUMEL) for slot in b.slots) for b in model.blocks
+                    if b.trainable), default=0)
+    sums_bytes = NUM_GRADIENT_SUM_BUFFERS * round_up(8 * num_sums, IO_ALIGN_BYTES)
     return [Need("host", f"staging buffers ({num_resident} blocks)", staging),
             Need("host", "staging buffers (2 gradients)", grad_staging),
+            Need("host", "sums of squares of packed gradients", sums_bytes if packing else 0),
+            Need(device, "gradients being packed (3 buffers)", 3 * packing),
             Need(device, f"resident parameters ({num_resident} units)", resident),
             Need(device, "gradients of the largest parameter", grad_bytes * (1 if unified else 2))]
 

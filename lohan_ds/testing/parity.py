@@ -136,12 +136,12 @@ def run_case(case: Case, ssd_paths: Sequence[str], **more: Any) -> CaseResult:
 
 def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Callable[[], nn.Module] | None = None,
               chunk_bytes: int | None = CHUNK_BYTES, look_early: bool = True,
-              flip_bit: bool = False) -> Iterator[CaseResult]:
+              flip_bit: bool = False, device: str = "cpu") -> Iterator[CaseResult]:
     """Trains and compares case by case.
 
     make_model: instead of the case's built-in model; must give the same weights each time. look_early: compare the
     state also after the first step, not only after the last (needs memory for one more state). flip_bit: changes the
-    lowest bit of one weight of the twin, to show that the comparison fails.
+    lowest bit of one weight of the twin, to show that the comparison fails. device: that both compute on.
     """
     init_one_rank()   # before transformers imports deepspeed, which then looks for an accelerator
     twin_key, expected = None, None
@@ -151,7 +151,7 @@ def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Calla
         key = (case.model, case.clip, case.accumulation, case.dtype, case.steps, case.loss_tile_tokens)
         if key != twin_key:
             expected = None   # frees the last one first
-            twin_key, expected = key, _train_twin(case, make(), look_early, flip_bit)
+            twin_key, expected = key, _train_twin(case, make().to(device), look_early, flip_bit)
         got = _train_engine(case, make(), ssd_paths, chunk_bytes, expected.limits, tuple(expected.states))
         num_clipped = sum(clip_coefficient(norm, limit) != 1.0 for norm, limit in zip(got.norms, expected.limits))
         difference = (first_difference(got, expected, case.accumulation) or _wrong_clipping(case, num_clipped)
@@ -204,8 +204,9 @@ def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) 
     scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, _lr_factor)
     run = Run([], [], {}, [])
     torch.manual_seed(0)
+    device = next(model.parameters()).device
     for step in range(1, case.steps + 1):
-        run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step))
+        run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step, device))
         twin.clip = _limit(case, twin, step)
         run.limits.append(twin.clip)
         run.norms.append(twin.step()[0])
@@ -255,7 +256,7 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
         torch.manual_seed(0)
         for step in range(1, case.steps + 1):
             engine.optimizer.clip_grad = limits[step - 1]
-            for batch in _batches(case, model, step):
+            for batch in _batches(case, model, step, engine.device):
                 loss = loss_of(engine, batch)
                 engine.backward(loss)
                 if case.update == "eager" and step % 4 in (1, 2):
@@ -269,9 +270,10 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
     return run._replace(num_kept=stats["updates_speculated"], num_dropped=stats["updates_dropped"])
 
 
-def _batches(case: Case, model: nn.Module, step: int) -> Iterator[dict]:
+def _batches(case: Case, model: nn.Module, step: int, device: torch.device) -> Iterator[dict]:
     for micro in range(case.accumulation):
-        yield lm_batch(vocab_of(model), seed=step * case.accumulation + micro)
+        batch = lm_batch(vocab_of(model), seed=step * case.accumulation + micro)
+        yield {name: ids.to(device) for name, ids in batch.items()}
 
 
 def _lr_factor(num_steps: int) -> float:

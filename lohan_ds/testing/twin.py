@@ -1,4 +1,5 @@
-"""`Twin`: what out-of-core training must equal bit for bit. Serial, in memory, plain torch, whole tensors.
+"""`Twin`: what out-of-core training must equal bit for bit. Serial, in memory, plain torch, whole tensors. A model on a
+GPU computes there; its masters, moments and fp32 gradients are on the host all the same, where our Adam is.
 
 It follows DeepSpeed where DeepSpeed decides the numbers: the loss is divided by the number of micro-steps and then
 multiplied by the loss scale before backward, and the clip coefficient is its formula.
@@ -57,7 +58,8 @@ class Twin:
         # Tied parameters appear once, under their first name.
         self._params = dict(model.named_parameters())
         self._trained = {n: p for n, p in self._params.items() if p.requires_grad and id(p) in grouped}
-        self._master = {n: p.data if p.dtype == torch.float32 else p.data.float() for n, p in self._trained.items()}
+        # An fp32 parameter on the CPU is its own master: `to` gives it back.
+        self._master = {n: p.data.to("cpu", torch.float32) for n, p in self._trained.items()}
         self._exp_avg = {n: torch.zeros_like(m) for n, m in self._master.items()}      # fp32
         self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._master.items()}   # fp32
         self._steps = dict.fromkeys(self._trained, 0)
@@ -99,7 +101,7 @@ class Twin:
             state = [t[name].view(-1) for t in (self._master, self._exp_avg, self._exp_avg_sq)]
             adam_update_(state[0], grads[name].view(-1), state[1], state[2], self._steps[name],
                          hyper_from_group(group, self._decoupled), coefficient)
-            if param.dtype != torch.float32:
+            if param.data_ptr() != self._master[name].data_ptr():
                 param.data.copy_(self._master[name])
         return norm, False
 
@@ -126,7 +128,7 @@ class Twin:
         def accumulate(param: Tensor) -> None:
             grad, param.grad = param.grad, None
             if name in self._main_grad:
-                self._main_grad[name] += grad.float()
+                self._main_grad[name] += grad.cpu().float()
             else:
                 self._main_grad[name] = torch.empty(grad.shape, dtype=torch.float32).copy_(grad)
         return accumulate
