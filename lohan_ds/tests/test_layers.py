@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = {
-    6: {"cli", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "profiler", "testing"},
+    6: {"bench", "cli", "cli_bench", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "profiler",
+        "testing"},
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
         "process_end", "cpu_threads", "run_state", "run_plan", "checkpoint_folder"},
     4: {"runtime"},
@@ -24,8 +25,8 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 ROOT_LAYER = 7  # lohan_ds/__init__.py: nobody inside takes the public names from there
 NO_TORCH = LAYERS[1] | LAYERS[2] | {"step_protocol"}
 NO_PLANNER = LAYERS[3] | LAYERS[4]
-MAY_IMPORT_DEEPSPEED = LAYERS[5] - {"offload", "run_plan"} | {"integrations", "ops"}
-MAY_IMPORT_HUGGINGFACE = {"integrations", "cli"}
+MAY_IMPORT_DEEPSPEED = LAYERS[5] - {"offload", "run_plan"} | {"bench", "integrations", "ops"}
+MAY_IMPORT_HUGGINGFACE = {"bench", "integrations", "cli"}
 PIPELINES = {"param_streamer", "activation_swapper", "gradient_pipeline"}   # of runtime; they never call each other
 
 
