@@ -34,6 +34,7 @@ class Spread:
 class SideFigures:
     step_s: Spread                       # over all counted steps
     phase_s: Mapping[str, float]         # medians
+    cpu_s: float                         # of all threads, median
     settle_s: float                      # what was left to do after the last step of a turn; not in step_s
     read_bytes_per_param: float          # of a step
     written_bytes_per_param: float
@@ -63,6 +64,7 @@ def side_figures(turns: SideTurns, reference: SideTurns, num_params: int, dtype:
     return SideFigures(
         step_s=Spread.of([step.total_s for step in steps]),
         phase_s={phase: statistics.median(step.phase_s[phase] for step in steps) for phase in PHASES},
+        cpu_s=statistics.median(step.cpu_s for step in steps),
         settle_s=statistics.median(turn.settle_s for turn in turns.turns),
         read_bytes_per_param=statistics.fmean(step.read_bytes for step in steps) / num_params,
         written_bytes_per_param=statistics.fmean(step.written_bytes for step in steps) / num_params,
@@ -112,7 +114,7 @@ def refusal(name: str, other: str, sides: Mapping[str, SideTurns], figures: Mapp
     """Why there is no ratio of these two, "" if there is one. A peer that trains differently is only marked."""
     for one in (name, other):
         if one not in figures:
-            return f"{one}: {sides[one].failure or 'not measured'}"
+            return f"{one}: {sides[one].failure or 'plain torch did not run'}"
     for one in (name, other):
         if sides[one].side.is_lohan and not figures[one].same_numerics:
             return f"{one} disagrees with plain torch: losses differ by {figures[one].max_loss_difference:.2g}"

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import numpy
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,12 +58,10 @@ def _cached_pages(path: Path) -> tuple[int, int]:
     libc = ctypes.CDLL(None, use_errno=True)
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        with mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as pages:
+        with mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) as pages:
             resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-            first = ctypes.c_char.from_buffer(pages)
-            result = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), resident)
-            del first
-            if result:
+            address = numpy.frombuffer(pages, numpy.uint8).ctypes.data
+            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), resident):
                 number = ctypes.get_errno()
                 raise OSError(number, f"mincore of {path}: {os.strerror(number)}")
             return sum(page & 1 for page in resident), len(resident)

@@ -24,7 +24,7 @@ class Report:
     def __init__(self, results: Results):
         self.results, turns = results, results.turns
         reference = turns[REFERENCE]
-        ran = [name for name, side in turns.items() if side.rounds and reference.starts]
+        ran = [name for name, side in turns.items() if side.rounds and reference.rounds]
         self.sides: dict[str, SideFigures] = {
             name: side_figures(turns[name], reference, results.num_params, results.case.dtype) for name in ran}
         self.bounds: dict[str, Bound] = {}
@@ -57,6 +57,11 @@ class Report:
         if results.compute.failure:
             found.append(f"no bounds: compute alone did not run: {results.compute.failure}")
         return found
+
+    def lohan_is_right(self) -> bool:
+        """No side of lohan failed or disagrees with plain torch."""
+        return all(name in self.sides and self.sides[name].same_numerics and not turns.failure
+                   for name, turns in self.results.turns.items() if turns.side.is_lohan)
 
     def ratio_of(self, name: str, other: str):
         """A Spread, or the reason why not."""
@@ -120,7 +125,7 @@ class Report:
                 f"{limit}, {case.num_threads} threads; {schedule.num_rounds} rounds of {schedule.num_counted} steps")
 
     def _side_table(self) -> Table:
-        table = _table("side", "s/step (range)", "forward", "backward", "step", "tokens/s", "disk B/param r+w",
+        table = _table("side", "s/step (range)", "forward", "backward", "step", "CPU s", "tokens/s", "disk B/param r+w",
                        "peak RSS GB", "loss diff.", "x bound")
         for name, turns in self.results.turns.items():
             figures = self.sides.get(name)
@@ -133,7 +138,7 @@ class Report:
             table.add_row(
                 name, f"{step.median:.2f} ({step.lowest:.2f}-{step.highest:.2f})",
                 *(f"{figures.phase_s[phase]:.2f}" for phase in ("forward", "backward", "step")),
-                f"{self.results.case.tokens_per_step / step.median:.0f}",
+                f"{figures.cpu_s:.2f}", f"{self.results.case.tokens_per_step / step.median:.0f}",
                 f"{figures.read_bytes_per_param:.1f}+{figures.written_bytes_per_param:.1f}"
                 + (" cached" if cached > _CACHED_SHARE else ""),
                 f"{figures.peak_rss_bytes / 1e9:.2f}", f"{figures.max_loss_difference:.1e}{mark}",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lohan_ds.adam import AdamHyper, adam_update_
 from lohan_ds.bench.case import Case
+from lohan_ds.grad_norm import clip_coefficient, global_norm, sum_of_squares
 
 HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 TORCH_HYPER = {"lr": HYPER.lr, "betas": (HYPER.beta1, HYPER.beta2), "eps": HYPER.eps,
@@ -83,8 +84,8 @@ class PlainTrainer:
     def _step_by_own_adam(self) -> None:
         coefficient = 1.0
         if self.limit:
-            self.norm = nn.utils.get_total_norm([p.grad.float() for p in self.params]).item()
-            coefficient = min(1.0, self.limit / (self.norm + 1e-6))
+            self.norm = global_norm([part for p in self.params for part in sum_of_squares(p.grad.view(-1))])
+            coefficient = clip_coefficient(self.norm, self.limit)
         for param, master, moments in zip(self.params, self.masters, self.moments):
             adam_update_(master.detach().view(-1), param.grad.view(-1), moments[0].view(-1), moments[1].view(-1),
                          self.num_steps, HYPER, coefficient, out=param.data.view(-1) if self.is_mixed else None)
@@ -139,7 +140,8 @@ class Fsdp2Trainer:
         options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (1,)),
                                    "offload_policy": CPUOffloadPolicy(pin_memory=False)}
         if case.dtype == "bf16":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16,
+                                                        cast_forward_inputs=not case.fp32_gemms)
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)

@@ -12,6 +12,7 @@ class StepRecord:
     counts: bool              # False: warm-up, or the step in which an overlapping side gets going
     total_s: float            # from the end of the step before, so that nothing lies between two steps
     phase_s: dict[str, float]   # of PHASES
+    cpu_s: float              # of all threads of the process; on a busy machine it says more than total_s
     loss: float
     grad_norm: float | None
     read_bytes: int           # from any drive, by this process, as the kernel counts

@@ -52,7 +52,7 @@ class Session:
         forget_peak_rss()
 
     def turn(self, num_uncounted: int, num_counted: int) -> Turn:
-        steps, end_s, moved = [], time.perf_counter(), drive_bytes()
+        steps, end_s, moved, cpu_s = [], time.perf_counter(), drive_bytes(), time.process_time()
         for place in range(num_uncounted + num_counted):
             marks = [time.perf_counter()]
             loss = self.trainer.forward(self.batch)
@@ -62,9 +62,11 @@ class Session:
             self.trainer.step()
             marks.append(time.perf_counter())
             begin_s, end_s, before, moved = end_s, marks[-1], moved, drive_bytes()
+            cpu_before_s, cpu_s = cpu_s, time.process_time()
             phase_s = {name: marks[i + 1] - marks[i] for i, name in enumerate(("forward", "backward", "step"))}
-            steps.append(StepRecord(self.num_steps, place >= num_uncounted, end_s - begin_s, phase_s, loss.item(),
-                                    self.trainer.grad_norm(), moved[0] - before[0], moved[1] - before[1]))
+            steps.append(StepRecord(self.num_steps, place >= num_uncounted, end_s - begin_s, phase_s,
+                                    cpu_s - cpu_before_s, loss.item(), self.trainer.grad_norm(),
+                                    moved[0] - before[0], moved[1] - before[1]))
             self.num_steps += 1
         self.trainer.settle()
         settle_s = time.perf_counter() - end_s

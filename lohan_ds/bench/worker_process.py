@@ -1,6 +1,7 @@
 """`WorkerProcess`: the other end of worker.py."""
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -39,7 +40,8 @@ class WorkerProcess:
 
     def turn(self, num_uncounted: int, num_counted: int) -> Turn:
         """Blocks until the steps are trained. SideFailed if they cannot be; the process has ended then."""
-        self._connection.send((num_uncounted, num_counted))
+        with contextlib.suppress(ConnectionError):   # it has ended while it waited: said by `_receive`
+            self._connection.send((num_uncounted, num_counted))
         return self._receive(_STEP_S * (num_uncounted + num_counted))
 
     def close(self) -> None:

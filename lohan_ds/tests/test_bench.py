@@ -27,7 +27,7 @@ def make_turn(seconds, losses=None, first=0, norm=5.0, read=0, written=0, cached
     all_s = [9.0] * uncounted + list(seconds)
     losses = losses or [5.0 - 0.5 * (first + i) for i in range(len(all_s))]
     steps = tuple(StepRecord(first + i, i >= uncounted, s, {"forward": s * 0.25, "backward": s * 0.5, "step": s * 0.25},
-                             loss, norm, read, written) for i, (s, loss) in enumerate(zip(all_s, losses)))
+                             2 * s, loss, norm, read, written) for i, (s, loss) in enumerate(zip(all_s, losses)))
     return Turn(steps, 0.1, 2_000, 1_000, cached)
 
 
@@ -334,3 +334,19 @@ def test_a_side_that_did_not_run_is_in_every_table_with_the_reason():
     assert found["refused"]["torch"]["zero-infinity"] == "zero-infinity: no libaio"
     assert any("zero-infinity did not run: no libaio" in note for note in found["notes"])
     assert len(report.tables()) > 3
+
+
+def test_without_plain_torch_nothing_is_compared():
+    failed = SideTurns(Side("torch", "torch"), [[]], failure="no memory")
+    found = Report(make_results(failed, make_side("lohan-ssd", make_turn([1.0])))).as_json()
+    assert found["ratio"] == {"torch": {"lohan-ssd": None}, "lohan-ssd": {"torch": None}}
+    assert found["refused"]["torch"]["lohan-ssd"] == "torch: no memory"
+
+
+@pytest.mark.parametrize(("losses", "failure", "right"), [(None, "", True), (WRONG, "", False),
+                                                          (None, "no space", False)])
+def test_lohan_is_right_only_if_every_side_of_it_ran_and_agrees(losses, failure, right):
+    report = Report(make_results(make_side("torch", make_turn([3.0, 3.0])),
+                                 make_side("zero3-cpu", make_turn([3.0, 3.0], losses=WRONG)),
+                                 make_side("lohan-ssd", make_turn([1.0, 1.0], losses=losses), failure=failure)))
+    assert report.lohan_is_right() == right
