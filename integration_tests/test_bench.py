@@ -8,6 +8,7 @@ from lohan_ds import cli
 from lohan_ds.bench import probes
 from lohan_ds.profiler.ssd import SsdLimits
 
+pytestmark = pytest.mark.timeout(900)    # a process per side, each of which imports everything
 FEW = ["--size", "tiny", "--rounds", "2", "--steps", "2", "--warmup", "1", "--no-sweep", "--threads", "1", "--json"]
 
 
@@ -27,9 +28,9 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_every_side_that_needs_no_compiler_has_all_figures(bench):
-    status, found = bench("--sides", "torch,fsdp2,lohan-host,lohan-ssd,lohan-ssd:serial", "--dtype", "fp32")
+    status, found = bench("--sides", "torch,fsdp2,lohan-ssd", "--dtype", "fp32")
     assert status == 0, found
-    names = {"torch", "fsdp2", "lohan-host", "lohan-ssd", "lohan-ssd:serial"}
+    names = {"torch", "fsdp2", "lohan-ssd"}
     assert set(found["sides"]) == set(found["ratio"]) == names
     for name, side in found["sides"].items():
         assert side["failure"] is None and side["starts"] == 1 and side["numerics"] == "same", (name, side)
@@ -41,7 +42,7 @@ def test_every_side_that_needs_no_compiler_has_all_figures(bench):
         assert bound["lower_s"] == max(bound["compute_s"], bound["disk_s"], bound["memory_s"]) > 0
         assert set(found["ratio"][name]) == names - {name}
         assert all(ratio > 0 for ratio in found["ratio"][name].values())
-        assert (side["written_bytes_per_param"] > 8) == name.startswith("lohan-ssd")
+        assert (side["written_bytes_per_param"] > 8) == (name == "lohan-ssd")
     assert found["refused"] == {} and len(found["probes"]) == 2
     assert found["case"]["clip"] == "every" and found["case"]["params"] > 0
 
