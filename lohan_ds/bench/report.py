@@ -36,6 +36,8 @@ class Report:
         """What a reader must know beside the numbers."""
         found, results = [], self.results
         case, turns = results.case, results.turns
+        if results.interrupted:
+            found.append(f"interrupted in round {len(results.probes)} of {results.schedule.num_rounds}")
         for name, side in turns.items():
             if side.failure:
                 found.append(f"{name} did not run{' to the end' if side.rounds else ''}: {side.failure}")

@@ -84,16 +84,14 @@ class Workers:
             self.end(name)
 
 
-def run_rounds(workers: Workers, sides: Sequence[Side], num_rounds: int, num_warmup: int, num_counted: int,
-               between: Callable[[], None], say: Callable[[str], None]) -> dict[str, SideTurns]:
-    """By name. `between` is called before each round, when no side is running."""
-    found = {side.name: SideTurns(side) for side in sides}
+def run_rounds(workers: Workers, sides: Sequence[SideTurns], num_rounds: int, num_warmup: int, num_counted: int,
+               between: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Adds to `sides`. `between` is called before each round, when no side is running."""
     for round_index in range(num_rounds):
         between()
         first = round_index % len(sides)
         for side in [*sides[first:], *sides[:first]]:
-            say(f"round {round_index + 1} of {num_rounds}: {side.name}")
-            turn = workers.turn(found[side.name], num_warmup, num_counted)
+            say(f"round {round_index + 1} of {num_rounds}: {side.side.name}")
+            turn = workers.turn(side, num_warmup, num_counted)
             if turn is not None:
-                found[side.name].rounds[round_index] = turn
-    return found
+                side.rounds[round_index] = turn

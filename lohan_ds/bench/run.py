@@ -33,6 +33,7 @@ class Results:
     compute: SideTurns
     probes: list[Probe]
     sweeps: dict[str, list[tuple[Settings, float | None]]]   # by side: what was tried, and its seconds per step
+    interrupted: bool = False
 
 
 def run(case: Case, sides: Sequence[Side], schedule: Schedule, folder: str,
@@ -47,12 +48,27 @@ def run(case: Case, sides: Sequence[Side], schedule: Schedule, folder: str,
             if tried:
                 sweeps[side.name] = tried
             chosen.append(side.with_settings(best_of(tried) if tried else start_settings(side)))
-        compute = Side(COMPUTE, COMPUTE)
-        turns = run_rounds(workers, [*chosen, compute], schedule.num_rounds, schedule.num_warmup, schedule.num_counted,
-                           lambda: probes.append(probe(folder, case.dtype)), say)
+        turns = {side.name: SideTurns(side) for side in [*chosen, Side(COMPUTE, COMPUTE)]}
+        interrupted = _run_until_interrupted(workers, list(turns.values()), schedule, folder, case.dtype, probes, say)
     finally:
         workers.close()
-    return Results(case, schedule, num_params, turns, turns.pop(COMPUTE), probes, sweeps)
+    return Results(case, schedule, num_params, turns, turns.pop(COMPUTE), probes, sweeps, interrupted)
+
+
+def _run_until_interrupted(workers: Workers, sides: list[SideTurns], schedule: Schedule, folder: str, dtype: str,
+                           probes: list[Probe], say: Callable[[str], None]) -> bool:
+    """Ctrl-C ends a run that has begun with what was measured; True then."""
+    try:
+        run_rounds(workers, sides, schedule.num_rounds, schedule.num_warmup, schedule.num_counted,
+                   lambda: probes.append(probe(folder, dtype)), say)
+    except KeyboardInterrupt:
+        if not any(side.rounds for side in sides):
+            raise
+        for side in sides:
+            if not side.rounds and not side.failure:
+                side.failure = "the run was interrupted before its turn"
+        return True
+    return False
 
 
 def _swept(workers: Workers, side: Side, schedule: Schedule, say: Callable[[str], None]):

@@ -1,9 +1,11 @@
 """The parts of `lohan bench` that need no other process: sides, order, arithmetic, refusals, JSON."""
+import functools
 import math
 
 import pytest
 import torch
 
+from lohan_ds.bench import run as run_module
 from lohan_ds.bench import worker_process
 from lohan_ds.bench.case import CLIP_LIMITS, SIZES, Case, Side, parse_sides
 from lohan_ds.bench.deepspeed_settings import START, best_of, sweep
@@ -193,8 +195,8 @@ def fakes():
 def rounds_of(fakes, names, available_bytes, num_rounds=2):
     workers = Workers(CASE, 10, "", start=fakes, available_bytes=available_bytes)
     probes = []
-    found = run_rounds(workers, [Side(name, name) for name in names], num_rounds, 3, 2, lambda: probes.append(1),
-                       lambda what: None)
+    found = {name: SideTurns(Side(name, name)) for name in names}
+    run_rounds(workers, list(found.values()), num_rounds, 3, 2, lambda: probes.append(1), lambda what: None)
     workers.close()
     assert not fakes.alive and len(probes) == num_rounds
     return found
@@ -219,6 +221,22 @@ def test_a_side_that_fails_is_not_tried_again_and_the_others_go_on(fakes):
     found = rounds_of(fakes, ["a", "b"], lambda: 1 << 60)
     assert found["b"].failure == "no compiler" and not found["b"].rounds and len(found["a"].rounds) == 2
     assert fakes.log.count("start b") == 1
+
+
+def test_an_interrupted_run_gives_what_was_measured(fakes, monkeypatch):
+    def turn(self, num_uncounted, num_counted):
+        if self.name == "zero3-cpu":
+            raise KeyboardInterrupt
+        return make_turn([1.0] * num_counted, uncounted=num_uncounted)
+
+    monkeypatch.setattr(fakes, "turn", turn)
+    monkeypatch.setattr(run_module, "Workers", functools.partial(Workers, start=fakes))
+    monkeypatch.setattr(run_module, "probe", lambda folder, dtype: Probe(1.0, 1.0, 1.0, 1.0))
+    results = run_module.run(CASE, parse_sides("lohan-ssd,zero3-cpu"), Schedule(sweep=False), "")
+    found = Report(results).as_json()
+    assert results.interrupted and "interrupted in round 1 of 3" in found["notes"] and not fakes.alive
+    assert found["sides"]["torch"]["step_s"]["median"] == found["ratio"]["lohan-ssd"]["torch"] == 1.0
+    assert "interrupted" in found["sides"]["zero3-cpu"]["failure"]
 
 
 def test_the_sweep_keeps_the_best_value_of_each_setting():
