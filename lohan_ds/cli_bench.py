@@ -60,6 +60,7 @@ def bench_command(
     console, errors = Console(), Console(stderr=True)
     logging.getLogger("lohan_ds").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from lohan_ds.bench.report import Report   # now: nothing may be missing when a long run has ended
     from lohan_ds.bench.run import Schedule, run
     from lohan_ds.errors import LohanError
     fp32_gemms = dtype is BenchDtype.bf16 and not has_native_bf16()
@@ -73,7 +74,6 @@ def bench_command(
     except (LohanError, OSError) as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from error
-    from lohan_ds.bench.report import Report
     report = Report(results)
     found = report.as_json()
     if as_json:
