@@ -34,7 +34,7 @@ def test_every_side_that_needs_no_compiler_has_all_figures(bench):
     names = {"torch", "fsdp2", "lohan-ssd"}
     assert set(found["sides"]) == set(found["ratio"]) == names
     for name, side in found["sides"].items():
-        assert side["failure"] is None and side["starts"] == 1 and side["numerics"] == "same", (name, side)
+        assert side["failure"] is None and side["starts"] in (1, 2) and side["numerics"] == "same", (name, side)
         assert side["step_s"]["lowest"] <= side["step_s"]["median"] <= side["step_s"]["highest"]
         assert sorted(side["phase_s"]) == ["backward", "forward", "step"]
         assert len(side["samples_s"]) == 2 and all(len(turn) == 2 for turn in side["samples_s"])
