@@ -1,8 +1,9 @@
 """What DeepSpeed leaves to its user, and which values are tried: every DeepSpeed side runs at the best of them.
 
 sub_group_size: elements updated at a time. pipeline: reads and writes of optimizer state overlap its update.
-buffer_count: optimizer states in flight; with a pipeline up to three sub groups of four. param_buffer_count: parameters in flight. aio_*: block bytes, requests in
-flight and threads of its I/O. native_pin: memory that is really locked, DS_PIN_MEMORY_BACKEND=native.
+buffer_count: optimizer states in flight; with a pipeline up to three sub groups of four.
+param_buffer_count: parameters in flight. aio_*: block bytes, requests in flight and threads of its I/O. native_pin:
+memory that is really locked, DS_PIN_MEMORY_BACKEND=native.
 """
 from __future__ import annotations
 
