@@ -95,7 +95,7 @@ def test_what_is_read_was_written(tmp_path, monkeypatch):
             read_before_written.extend({offset} - written)
             return super().read(file, offset, buffer)
 
-    monkeypatch.setattr(ssd, "ThreadSsdIo", Watching)
+    monkeypatch.setattr(ssd, "make_ssd_io", Watching)
     limits = SsdLimits(seconds=0.01, write_bytes=4 * MIB, file_bytes=4 * MIB, free_share=0.5, chunk_bytes=64 * KIB)
     (report,), _ = measure_ssds([str(tmp_path)], limits)
     assert report.file_bytes == 64 * KIB * len(written) and not read_before_written
@@ -124,6 +124,7 @@ def test_a_failing_drive_is_told_and_nothing_left(tmp_path, monkeypatch, call):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(ThreadSsdIo, call, fail)
+    monkeypatch.setattr(ssd, "make_ssd_io", ThreadSsdIo)
     with pytest.raises(StoreError, match="Input/output error"):
         measure_ssds([str(tmp_path)], SMALL)
     assert list(tmp_path.iterdir()) == []

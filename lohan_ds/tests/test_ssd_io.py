@@ -14,8 +14,11 @@ import torch
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
-from lohan_ds.store import ssd_io
+from lohan_ds.ops.loader import native
+from lohan_ds.store import file_io, ssd_io
 from lohan_ds.store.direct_io import file_system_type, why_not_direct
+from lohan_ds.store.native_io import NativeSsdIo
+from lohan_ds.store.pieces import PIECE_BYTES
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
 
@@ -35,8 +38,20 @@ def _random_bytes(pool, nbytes, seed=0):
                                       generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("nbytes", [PAGE, 5 * PAGE, ssd_io.PIECE_BYTES + PAGE, 3 * ssd_io.PIECE_BYTES])
-@pytest.mark.parametrize("make_io", [ThreadSsdIo, lambda n: FaultyIo(n, seed=3, short_transfers=True)])
+def _native_io(num_threads):
+    module = native("ssd_io")
+    if module is None:
+        pytest.skip("ssd_io does not build here")
+    return NativeSsdIo(module, num_threads)
+
+
+MAKERS = {"threads": ThreadSsdIo, "native": _native_io}
+both = pytest.mark.parametrize("make_io", MAKERS.values(), ids=MAKERS)
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 5 * PAGE, PIECE_BYTES + PAGE, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("make_io", [*MAKERS.values(), lambda n: FaultyIo(n, seed=3, short_transfers=True)],
+                         ids=[*MAKERS, "short transfers"])
 def test_round_trip_and_counters(tmp_path, pool, nbytes, make_io):
     io = make_io(3)
     file = io.open(str(tmp_path / "f"), nbytes + 2 * PAGE)
@@ -87,8 +102,9 @@ def test_errors_name_path_offset_got_and_needed(tmp_path, pool, number):
     io.close()
 
 
-def test_short_read_of_a_truncated_file(tmp_path, pool):
-    io = ThreadSsdIo(2)
+@both
+def test_short_read_of_a_truncated_file(tmp_path, pool, make_io):
+    io = make_io(2)
     file = io.open(str(tmp_path / "f"), 4 * PAGE)
     os.truncate(file.path, PAGE)
     with pytest.raises(StoreError, match=rf"short read; offset 0, got {PAGE} of {4 * PAGE} bytes needed"):
@@ -108,8 +124,9 @@ def test_write_that_moves_nothing_fails(tmp_path, pool):
     io.close()
 
 
-def test_refuses_bad_requests_at_once(tmp_path, pool):
-    io = ThreadSsdIo(1)
+@both
+def test_refuses_bad_requests_at_once(tmp_path, pool, make_io):
+    io = make_io(1)
     file = io.open(str(tmp_path / "f"), 2 * PAGE)
     buffer = pool.alloc(2 * PAGE, "x")
     with pytest.raises(ValueError, match="of a file of"):
@@ -125,8 +142,9 @@ def test_refuses_bad_requests_at_once(tmp_path, pool):
     io.close()
 
 
-def test_no_space_at_open_leaves_no_file(tmp_path, monkeypatch):
-    io = ThreadSsdIo(1)
+@both
+def test_no_space_at_open_leaves_no_file(tmp_path, monkeypatch, make_io):
+    io = make_io(1)
     with pytest.raises(StoreError, match=r"needed \d+ bytes, free \d+") as caught:
         io.open(str(tmp_path / "f"), 1 << 50)
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG) and os.listdir(tmp_path) == []
@@ -134,7 +152,7 @@ def test_no_space_at_open_leaves_no_file(tmp_path, monkeypatch):
     def no_fallocate(*_):
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr(ssd_io.os, "posix_fallocate", no_fallocate)
+    monkeypatch.setattr(file_io.os, "posix_fallocate", no_fallocate)
     with pytest.raises(StoreError) as caught:
         io.open(str(tmp_path / "f"), 1 << 50)
     assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
@@ -162,10 +180,11 @@ io.close()
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm") or file_system_type("/dev/shm") != "tmpfs", reason="no tmpfs")
-def test_tmpfs_falls_back_to_buffered_and_says_so_once(pool, caplog):
+@both
+def test_tmpfs_falls_back_to_buffered_and_says_so_once(pool, caplog, make_io):
     directory = f"/dev/shm/lohan-test-{os.getpid()}"
     os.mkdir(directory)
-    io = ThreadSsdIo(1)
+    io = make_io(1)
     try:
         with caplog.at_level(logging.WARNING):
             files = [io.open(f"{directory}/{name}", PAGE) for name in "ab"]
@@ -190,7 +209,7 @@ def test_file_system_that_refuses_o_direct(tmp_path, monkeypatch, caplog):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, *rest, **named)
 
-    monkeypatch.setattr(ssd_io.os, "open", no_direct)
+    monkeypatch.setattr(file_io.os, "open", no_direct)
     io = ThreadSsdIo(1)
     assert not io.open(str(tmp_path / "f"), PAGE).direct
     assert "Invalid argument" in caplog.text
@@ -203,9 +222,11 @@ def test_unwritable_directory():
         why_not_direct("/proc/self")
 
 
-def test_close_waits_then_refuses(tmp_path, pool):
+@pytest.mark.parametrize("make_io", [_native_io, lambda n: FaultyIo(n, max_delay_s=0.05)], ids=["native", "slow"])
+def test_close_waits_then_refuses(tmp_path, pool, make_io):
+    make_io(1).close()   # whatever is loaded by the first one
     threads_before, fds_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    io = FaultyIo(2, max_delay_s=0.05)
+    io = make_io(2)
     file = io.open(str(tmp_path / "f"), 8 * PAGE)
     works = [io.write(file, index * PAGE, pool.alloc(PAGE, "x")) for index in range(8)]
     io.close()
@@ -279,8 +300,9 @@ def test_a_sync_that_failed_is_not_tried_again(tmp_path, pool):
     io.close()
 
 
-def test_reopen_takes_the_file_as_it_is(tmp_path, pool):
-    io = ThreadSsdIo(1)
+@both
+def test_reopen_takes_the_file_as_it_is(tmp_path, pool, make_io):
+    io = make_io(1)
     data, back = _random_bytes(pool, 2 * PAGE), pool.alloc(2 * PAGE, "back")
     file = io.open(str(tmp_path / "f"), 2 * PAGE)
     io.write(file, 0, data).wait()
