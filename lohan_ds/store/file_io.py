@@ -155,7 +155,6 @@ class FileIo:
             written = [file for file in files if file.unsynced and file.fd >= 0]
             for file in written:
                 file.unsynced = False
-                file.num_in_flight += 1
             return Work.all_of([self._start_sync(file) for file in written])
 
     def replace_file(self, path: str, data: bytes) -> None:
@@ -207,10 +206,11 @@ class FileIo:
     def bytes_written(self) -> int:
         return self._bytes_written
 
-    # What a subclass does. Both `_start` are called under `_lock` and do not block; `_leave` comes before a work ends.
+    # What a subclass does. Both `_start` are called under `_lock` and do not block. They count what they start in the
+    # file's `num_in_flight`; `_leave` comes before a work ends.
 
     def _start(self, request: Request) -> Work:
-        """Work of the request's buffer, or of a StoreError. Counts itself in `num_in_flight`."""
+        """Work of the request's buffer, or of a StoreError."""
         raise NotImplementedError
 
     def _start_sync(self, file: SsdFile) -> Work:

@@ -44,6 +44,7 @@ class ThreadSsdIo(FileIo):
         return works[0] if len(works) == 1 else Work.all_of(works, value=request.buffer)
 
     def _start_sync(self, file: SsdFile) -> Work:
+        file.num_in_flight += 1
         return self._threads.submit(Urgency.UPDATE, self._sync_file, file)
 
     def _end_threads(self) -> None:
