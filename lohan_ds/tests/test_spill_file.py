@@ -11,14 +11,14 @@ import torch
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.extents import Extents
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.spill_file import SPILL_DIR, SpillFile, spill_file_name
-from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
 
 
 @pytest.fixture
 def io():
-    threads = ThreadSsdIo(2)
+    threads = make_ssd_io(2)
     yield threads
     threads.close()
 
