@@ -115,13 +115,17 @@ class Ours:
 
 
 class DeepSpeedAio:
-    """`aio_handle`: waiting is for all that was submitted, so a batch of `depth` requests at a time."""
+    """`aio_handle`: one waits for all that was submitted, so `depth` requests are a batch. In its own locked
+    buffers, else it copies."""
 
-    def __init__(self, setting: Setting, pool: PinnedPool):
+    def __init__(self, setting: Setting):
         from deepspeed.ops.op_builder import AsyncIOBuilder
         self._setting = setting
         self._handle = AsyncIOBuilder().load().aio_handle(1 << 20, 32, False, True, setting.num_threads)
-        self._buffers = [pool.alloc(setting.request_bytes, "buffer").random_() for _ in range(setting.depth)]
+        self._buffers = [self._handle.new_cpu_locked_tensor(setting.request_bytes, torch.empty(0, dtype=torch.uint8))
+                         for _ in range(setting.depth)]
+        for buffer in self._buffers:
+            buffer.random_()
 
     def run(self, load: str) -> Sample:
         size, paths = self._setting.request_bytes, self._setting.paths
@@ -140,14 +144,17 @@ class DeepSpeedAio:
         return sample_of(num_done * size, start_s, start_cpu_s)
 
     def close(self) -> None:
-        self._handle = None
+        for buffer in self._buffers:
+            self._handle.free_cpu_locked_tensor(buffer)
 
 
 class Fio:
     def __init__(self, setting: Setting, engine: str):
         self._setting = setting
-        self._arguments = (["--ioengine=psync", f"--numjobs={setting.num_threads}"] if engine == "psync" else
-                           [f"--ioengine={engine}", f"--iodepth={setting.depth}"])
+        share = setting.file_bytes // setting.num_threads // PIECE_BYTES * PIECE_BYTES   # of a thread alone
+        self._arguments = (["--ioengine=psync", f"--numjobs={setting.num_threads}", f"--size={share}",
+                            f"--offset_increment={share}"] if engine == "psync" else
+                           [f"--ioengine={engine}", f"--iodepth={setting.depth}", f"--size={setting.file_bytes}"])
 
     def run(self, load: str) -> Sample:
         setting = self._setting
@@ -155,7 +162,7 @@ class Fio:
         path = setting.paths["read" if load == "read" else "write"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            ["fio", "--name=bench", f"--filename={path}", f"--size={setting.file_bytes}", "--direct=1",
+            ["fio", "--name=bench", f"--filename={path}", "--direct=1",
              f"--bs={min(PIECE_BYTES, setting.request_bytes)}", f"--rw={'rw' if load == 'mixed' else load}", "--thread",
              f"--runtime={setting.seconds}", "--time_based", "--group_reporting", "--output-format=json",
              *self._arguments, *mix], capture_output=True, text=True, check=True)
@@ -182,7 +189,7 @@ def sides(setting: Setting, pool: PinnedPool) -> dict:
     else:
         print("no fio: no ratios")
     try:
-        found["DeepSpeed aio_handle"] = DeepSpeedAio(setting, pool)
+        found["DeepSpeed aio_handle"] = DeepSpeedAio(setting)
     except Exception as error:  # noqa: BLE001
         print(f"no DeepSpeed side: {str(error).splitlines()[0]}")
     makers: dict[str, Callable[[], FileIo]] = {"threads of Python": lambda: ThreadSsdIo(setting.num_threads)}

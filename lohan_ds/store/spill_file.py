@@ -20,6 +20,7 @@ from lohan_ds.errors import StoreError
 from lohan_ds.memory.extents import Extents
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.store.file_io import FileIo, SsdFile
+from lohan_ds.store.io_threads import Urgency
 from lohan_ds.work import Work
 
 SPILL_DIR = "spill"
@@ -79,9 +80,9 @@ class SpillFile:
         return self._io.write(self._files[extent.directory], extent.offset, buffer)
 
     def read(self, extent: SpillExtent, buffer: torch.Tensor) -> Work:
-        """Fills `buffer`, as `write`. The extent's write must be over."""
+        """Fills `buffer`, as `write`, ahead of updates: backward waits for it. The extent's write must be over."""
         assert buffer.numel() == extent.nbytes, (buffer.numel(), extent)
-        return self._io.read(self._files[extent.directory], extent.offset, buffer)
+        return self._io.read(self._files[extent.directory], extent.offset, buffer, urgency=Urgency.FETCH)
 
     def close(self) -> None:
         """Waits for all requests, then removes the files. Idempotent."""
