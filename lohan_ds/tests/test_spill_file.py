@@ -148,7 +148,7 @@ def test_a_failing_drive_is_named(tmp_path):
 def test_what_backward_waits_for_goes_before_updates(tmp_path, monkeypatch):
     io, urgencies = make_ssd_io(1), []
     start = io._start
-    monkeypatch.setattr(io, "_start", lambda request: urgencies.append((request.verb, request.urgency)) or start(request))
+    monkeypatch.setattr(io, "_start", lambda r: urgencies.append((r.verb, r.urgency)) or start(r))
     spill = SpillFile(io, [str(tmp_path)], PAGE_BYTES)
     extent, buffer = spill.take(PAGE_BYTES), page_buffer(1, 3)
     spill.write(extent, buffer).wait()
