@@ -81,7 +81,7 @@ class FileIo:
         self._direct_by_directory: dict[str, bool] = {}
         self._bytes_read = 0
         self._bytes_written = 0
-        self._calls: dict[int, tuple[str, float]] = {}   # by thread: what its system call is, and since when
+        self._in_flight: dict[int, tuple[str, float]] = {}   # by thread: what its system call is, and since when
         self._ended = threading.Event()
         self._watch = threading.Thread(target=_watch_for_stalls, args=(weakref.ref(self), self._ended),
                                        name="lohan-ssd-watch", daemon=True)
@@ -280,15 +280,15 @@ class FileIo:
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         thread = threading.get_ident()
-        self._calls[thread] = what, time.monotonic()
+        self._in_flight[thread] = what, time.monotonic()
         try:
             yield
         finally:
-            del self._calls[thread]
+            del self._in_flight[thread]
 
     def _waiting(self) -> list[tuple[str, float]]:
         """What has not been answered, and since when (time.monotonic)."""
-        return list(self._calls.values())
+        return list(self._in_flight.values())
 
     def _report_stalls(self) -> None:
         for what, since in self._waiting():
