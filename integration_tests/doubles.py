@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.harness import DTYPES, ds_config
 from lohan_ds.testing.models import lm_batch, loss_of, vocab_of
@@ -26,7 +27,7 @@ def one_compute_thread():
     torch.set_num_threads(num_threads)
 
 
-def use_doubles(monkeypatch, streams=None, make_io=ThreadSsdIo) -> None:
+def use_doubles(monkeypatch, streams=None, make_io=make_ssd_io) -> None:
     """Engines made from now on use these instead of the device's streams and the real disk."""
     import lohan_ds.engine
     from lohan_ds.offload import Offload

@@ -3,8 +3,11 @@
 usage: failing_training.py SSD_DIR STATUS_FILE HOW. HOW "raise": fails in step 2; "loop": trains for ever, slowly;
 "finish": trains 3 steps and forgets to destroy the engine. Appends a line to STATUS_FILE as it gets along.
 """
+import os
 import sys
 import time
+
+os.environ["LOHAN_DS_NATIVE_OPS"] = "0"   # the delay is put into the threads of Python
 
 import deepspeed
 import torch

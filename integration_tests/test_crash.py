@@ -17,6 +17,7 @@ from integration_tests.killed_training import kill_processes
 from lohan_ds.errors import StepError
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.commits import Commits
+from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.durable_training import durable_training
 from lohan_ds.work import Work
@@ -131,8 +132,8 @@ def test_a_failure_reaches_a_block_that_is_due_again_before_its_last_publication
 
 # What each of them would be without, in which mode:
 RULES = {
-    "none is left out": ("eager", ThreadSsdIo, "sync", ThreadSsdIo.sync),
-    "data is synced before the record": ("eager", ThreadSsdIo, "sync", lambda self, files: Work.completed()),
+    "none is left out": ("eager", FileIo, "sync", FileIo.sync),
+    "data is synced before the record": ("eager", FileIo, "sync", lambda self, files: Work.completed()),
     "no write enters a slot before the record that retires it": (
         "eager", BlockOrder, "_announce",
         lambda self, commit, may_write, real=BlockOrder._announce: real(self, None, None)),

@@ -38,8 +38,8 @@ from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.run_dirs import RunDirs
-from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.updater import Updater
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Offload:
 
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
-                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None):
+                 make_io=make_ssd_io, report: Callable[[str], None] | None = None):
         self.device = device
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
         self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)

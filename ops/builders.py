@@ -101,6 +101,17 @@ class GradAccumulateBuilder(LohanOpBuilder):
     BUILD_VAR = "DS_BUILD_LOHAN_GRAD_ACCUMULATE"
 
 
+class SsdIoBuilder(LohanOpBuilder):
+    OPERATOR = "ssd_io"
+    BUILD_VAR = "DS_BUILD_LOHAN_SSD_IO"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        if not sys.platform.startswith("linux"):
+            self.error_log = f"it is for Linux, this is {sys.platform}"
+            return False
+        return super().is_compatible(verbose)
+
+
 class CudaBuilder(LohanOpBuilder, CUDAOpBuilder):
     """An operator for an NVIDIA GPU, with csrc/<OPERATOR>/kernel.cu besides. At first use compiled for the GPUs that
     are there; TORCH_CUDA_ARCH_LIST names others."""
@@ -146,7 +157,8 @@ class GradPackBuilder(CudaBuilder):
     BUILD_VAR = "DS_BUILD_LOHAN_GRAD_PACK"
 
 
-BUILDERS = {builder.OPERATOR: builder for builder in (CpuAdamBuilder, GradAccumulateBuilder, GradPackBuilder)}
+BUILDERS = {builder.OPERATOR: builder
+            for builder in (CpuAdamBuilder, GradAccumulateBuilder, GradPackBuilder, SsdIoBuilder)}
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ _WITHOUT = {   # operator: what is slower then, what it needs
                         _COMPILER),
     "grad_pack": ("Gradients leave the GPU one by one and the CPU takes their norm",
                   f"an nvcc of torch's CUDA version (CUDA_HOME), {_COMPILER}"),
+    "ssd_io": ("SSDs are read and written by threads of Python", _COMPILER),
 }
 _lock = threading.Lock()     # one build at a time; the second caller waits for the first one's result
 

@@ -23,7 +23,8 @@ from lohan_ds.store.free_space import drive_of, free_bytes
 from lohan_ds.profiler.rates import Rate
 from lohan_ds.profiler.ssd_traffic import Traffic, sustained
 from lohan_ds.store.direct_io import file_system_type
-from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.store.file_io import FileIo, SsdFile
+from lohan_ds.store.native_io import make_ssd_io
 
 FILE_PREFIX = ".lohan-profile-"
 _MIN_FILE_CHUNKS = 4
@@ -78,7 +79,7 @@ def measure_ssds(paths: Sequence[str], limits: SsdLimits,
     phase_s = limits.seconds / max(1, num_phases)
     files: list[SsdFile] = []
     pool = PinnedPool(MemoryBudget("host", len(paths) * _NUM_IN_FLIGHT * limits.chunk_bytes), pin=False)
-    io = ThreadSsdIo(limits.num_threads)
+    io = make_ssd_io(limits.num_threads)
     try:
         for path, nbytes in zip(paths, _file_sizes(paths, limits)):
             files.append(_open_unlinked(io, path, nbytes))
@@ -98,7 +99,7 @@ def measure_ssds(paths: Sequence[str], limits: SsdLimits,
         pool.close()
 
 
-def _measure_directory(io: ThreadSsdIo, path: str, file: SsdFile, buffers: Sequence[torch.Tensor], limits: SsdLimits,
+def _measure_directory(io: FileIo, path: str, file: SsdFile, buffers: Sequence[torch.Tensor], limits: SsdLimits,
                        phase_s: float, progress: Callable[[str], None]) -> SsdReport:
     """Reads only what was written: space that was only reserved is not read from the drive."""
     progress(f"SSD write, {path}")
@@ -133,7 +134,7 @@ def _file_sizes(paths: Sequence[str], limits: SsdLimits) -> list[int]:
     return sizes
 
 
-def _open_unlinked(io: ThreadSsdIo, directory: str, nbytes: int) -> SsdFile:
+def _open_unlinked(io: FileIo, directory: str, nbytes: int) -> SsdFile:
     path = os.path.join(directory, f"{FILE_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         return io.open(path, nbytes)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lohan_ds.profiler.rates import MIN_SAMPLES, Rate
-from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.store.file_io import FileIo, SsdFile
 from lohan_ds.work import Work
 
 _SAMPLE_S = 0.2
@@ -21,7 +21,7 @@ _SLOWED_TO = 0.75           # of the first rate: the drive's fast cache is full
 class Traffic:
     """Goes through the files over and over, chunk by chunk, with every buffer in flight. One thread."""
 
-    def __init__(self, io: ThreadSsdIo, files: Sequence[SsdFile], used_bytes: Sequence[int],
+    def __init__(self, io: FileIo, files: Sequence[SsdFile], used_bytes: Sequence[int],
                  buffers: Sequence[Sequence[Tensor]]):
         """`used_bytes`: of each file, from its start, whole chunks. `buffers`: as many for each file, of one chunk."""
         self._io, self._files, self._buffers = io, files, buffers

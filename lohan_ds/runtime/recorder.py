@@ -70,7 +70,7 @@ class Recorder:
             self._digest()
 
     def ssd_span(self, verb: str, path: str, start_s: float, end_s: float, nbytes: int, for_step: int | None) -> None:
-        """`ThreadSsdIo.on_span`."""
+        """`FileIo.on_span`."""
         self.span(f"ssd_{verb}", os.path.basename(path), start_s, end_s, nbytes, for_step)
 
     def copy_span(self, direction: str, start_s: Moment, end_s: Moment, nbytes: int) -> None:

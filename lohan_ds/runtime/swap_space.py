@@ -9,14 +9,14 @@ from lohan_ds.plan import ActivationPlan
 from lohan_ds.runtime.ssd_tier import SsdTier
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.runtime.swap_tiers import EventWatcher, HostTier, SwapTier
+from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.spill_file import SpillFile
-from lohan_ds.store.ssd_io import ThreadSsdIo
 
 
 class SwapSpace:
     """Fixed after construction. All that it will ever take of host memory and disk it takes at once."""
 
-    def __init__(self, plan: ActivationPlan, pool: PinnedPool, io: ThreadSsdIo | None, dirs: Sequence[str],
+    def __init__(self, plan: ActivationPlan, pool: PinnedPool, io: FileIo | None, dirs: Sequence[str],
                  streams: Streams):
         """CapacityError or StoreError, and nothing kept, if memory or disk space cannot be had. `io`: None without an
         SSD. The host tier is left out where host memory is the device's."""
@@ -31,7 +31,7 @@ class SwapSpace:
             self.close()
             raise
 
-    def _ssd_tier(self, plan: ActivationPlan, pool: PinnedPool, io: ThreadSsdIo | None, dirs: Sequence[str],
+    def _ssd_tier(self, plan: ActivationPlan, pool: PinnedPool, io: FileIo | None, dirs: Sequence[str],
                   streams: Streams) -> SsdTier:
         if io is None or not dirs:
             raise ConfigError("the plan swaps activations to SSD, but there are no lohan.ssd_paths")

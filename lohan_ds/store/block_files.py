@@ -8,17 +8,16 @@ A record holds `num_arrays` arrays of the chunk, one after the other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lohan_ds.block import DTYPE_BYTES, Block, Chunk
 from lohan_ds.plan import OffloadPlan
-from lohan_ds.store.checksums import Checksums
+from lohan_ds.store.checksums import Checksums, Records
 from lohan_ds.store.filenames import block_file_name
-from lohan_ds.store.pieces import OnPiece
 
 if TYPE_CHECKING:
-    from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+    from lohan_ds.store.file_io import FileIo, SsdFile
 
 
 class BlockFiles:
@@ -51,7 +50,7 @@ class BlockFiles:
         numel = sum(chunk.numel for chunk in self.block.chunks[first::self.num_dirs])
         return numel * self.num_arrays * self.itemsize
 
-    def open(self, io: ThreadSsdIo, run_dirs: Sequence[str], reopen: bool = False) -> None:
+    def open(self, io: FileIo, run_dirs: Sequence[str], reopen: bool = False) -> None:
         """Creates the files or opens those that are there, none where a directory gets no chunk. StoreError from `io`;
         then call `close`."""
         for index, run_dir in enumerate(run_dirs):
@@ -59,7 +58,7 @@ class BlockFiles:
                 path = os.path.join(run_dir, self.file_name)
                 self._files[index] = io.reopen(path, nbytes) if reopen else io.open(path, nbytes)
 
-    def close(self, io: ThreadSsdIo) -> None:
+    def close(self, io: FileIo) -> None:
         for file in self.files:
             io.close_file(file)
 
@@ -77,11 +76,28 @@ class BlockFiles:
         record_bytes = self.block.chunk_numel * self.num_arrays * self.itemsize  # of every chunk before this one
         return (self.block.index + chunk.index) % self.num_dirs, chunk.index // self.num_dirs * record_bytes
 
-    def verifier(self, chunk: Chunk) -> OnPiece:
-        """Finds out whether a chunk's record is read as it was last written."""
-        return self.checksums.verifier(
-            chunk.index, f"{self.kind} of block {self.block.index} ({self.block.name}), chunk {chunk.index}, in "
-                         f"{self.record(chunk)[0].path} at offset {self.record(chunk)[1]}")
+    def records(self, chunk: Chunk, count: int = 1) -> Records:
+        """The record of a chunk and its next neighbours in the file, `count` in all, for one request."""
+        return Records(self.checksums, chunk.index, count, self.num_dirs, self.record_bytes(chunk), self._where)
+
+    def runs(self, without: Collection[int] = ()) -> Iterator[tuple[Chunk, Chunk, int]]:
+        """(first chunk, last chunk, count) of all neighbours in a file, but for chunks of an index in `without`."""
+        chunks = self.block.chunks
+        for column in range(min(self.num_dirs, len(chunks))):
+            run: list[Chunk] = []
+            for chunk in chunks[column::self.num_dirs]:
+                if chunk.index not in without:
+                    run.append(chunk)
+                elif run:
+                    yield run[0], run[-1], len(run)
+                    run = []
+            if run:
+                yield run[0], run[-1], len(run)
+
+    def _where(self, chunk_index: int) -> str:
+        file, offset = self.record(self.block.chunks[chunk_index])
+        return (f"{self.kind} of block {self.block.index} ({self.block.name}), chunk {chunk_index}, in {file.path} at "
+                f"offset {offset}")
 
     def covered(self, array: int, start: int, numel: int) -> Iterator[tuple[Chunk, int, int, int]]:
         """(chunk, first byte in its record, first byte in the elements, bytes) of the elements [start, start + numel)

@@ -14,8 +14,8 @@ from lohan_ds.block import Block, Chunk
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import BlockFiles
+from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.io_threads import Urgency
-from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
 
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,7 +32,7 @@ class ChunkArrays(NamedTuple):
 class BlockHome:
     """All fields but the tensors are fixed after `open`; any thread. Owns its host tensors and its files."""
 
-    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None, num_dirs: int,
+    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: FileIo | None, num_dirs: int,
                  slot: int | None = None):
         """`slot`: None if the block has only one."""
         self.block = block
@@ -103,12 +103,12 @@ class BlockHome:
 
     def read_params(self, out: Tensor, without: Collection[int] = ()) -> Work:
         """From SSD into `out`, (numel,) block dtype, all chunks but those of an index in `without`. Does not block."""
-        out_bytes, itemsize = out.detach().view(torch.uint8), self.param_files.itemsize
+        files, out_bytes = self.param_files, out.detach().view(torch.uint8)
         return Work.all_of([
-            self._read(self.param_files, chunk,
-                       out_bytes[chunk.start * itemsize:(chunk.start + chunk.numel) * itemsize],
-                       urgency=Urgency.FETCH)
-            for chunk in self.block.chunks if chunk.index not in without], value=out)
+            self._io.read(*files.record(first),
+                          out_bytes[first.start * files.itemsize:(last.start + last.numel) * files.itemsize], None,
+                          files.records(first, count), Urgency.FETCH)
+            for first, last, count in files.runs(without)], value=out)
 
     def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome,
              for_step: int | None = None,
@@ -221,10 +221,10 @@ class BlockHome:
 
     def _read(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None,
               urgency: Urgency = Urgency.UPDATE) -> Work:
-        return self._io.read(*files.record(chunk), record, for_step, files.verifier(chunk), urgency)
+        return self._io.read(*files.record(chunk), record, for_step, files.records(chunk), urgency)
 
     def _write_record(self, files: BlockFiles, chunk: Chunk, record: Tensor, for_step: int | None = None) -> Work:
-        return self._io.write(*files.record(chunk), record, for_step, files.checksums.recorder(chunk.index))
+        return self._io.write(*files.record(chunk), record, for_step, files.records(chunk))
 
     def _host_tensors(self) -> list[Tensor]:
         return self.state if self.params is None else [self.params, *self.state]

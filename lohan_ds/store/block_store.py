@@ -28,11 +28,11 @@ from lohan_ds.store.block_home import BlockHome, ChunkArrays
 from lohan_ds.store.block_order import BlockOrder, EditSlots
 from lohan_ds.store.commits import Commits, Contents
 from lohan_ds.store.feeds import Feeds
+from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.filenames import CURRENT
 from lohan_ds.store.io_threads import Urgency
 from lohan_ds.store.manifest import Damaged, Manifest, check_same_model, describe, read_manifests
 from lohan_ds.store.run_dirs import RunDirs
-from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.work import Work
 
 __all__ = ["BlockStore", "ChunkArrays", "required_ssd_bytes"]
@@ -46,7 +46,7 @@ class BlockStore:
     method raises StoreError.
     """
 
-    def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, pool: PinnedPool, io: ThreadSsdIo | None,
+    def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, pool: PinnedPool, io: FileIo | None,
                  run_dirs: Sequence[str], reopen: bool = False):
         """Takes all memory and disk space at once: CapacityError or StoreError, nothing kept, if one lacks.
 
@@ -213,7 +213,7 @@ class BlockStore:
         the *last* update's announcement have ended; nothing waits for later reads. `speculative`: no announcement is
         needed, the block stays as it is for readers. AssertionError if it has no shadow slot. What is loaded while
         somebody edits the block may be of before and after: drop that speculation. Before the block's next update or
-        speculation, wait for the works of the dropped one. `for_step`: whose update it is, for `ThreadSsdIo.on_span`.
+        speculation, wait for the works of the dropped one. `for_step`: whose update it is, for `FileIo.on_span`.
 
         `ahead`: of the next update or speculation, before either is known. Nobody may edit the block or update it in
         another way from this call on to the end of the work; then wait for `writable` too before changing the arrays.

@@ -6,12 +6,15 @@ not the one that was committed. XXH3 (64 bits) at memory speed, computed in the 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from lohan_ds.errors import StoreError
-from lohan_ds.store.pieces import PIECE_BYTES, OnPiece
+from lohan_ds.store import pieces
+from lohan_ds.store.pieces import Part
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -23,7 +26,9 @@ class Checksums:
 
     def __init__(self, num_records: int, record_bytes: int):
         """`record_bytes`: of the largest record."""
-        self._table = np.zeros((num_records, max(1, -(-record_bytes // PIECE_BYTES))), dtype="<u8")
+        self._table = np.zeros((num_records, max(1, -(-record_bytes // pieces.PIECE_BYTES))), dtype="<u8")
+        self.address = self._table.ctypes.data      # of the table, one row of `row_numel` numbers per record
+        self.row_numel = self._table.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -37,27 +42,45 @@ class Checksums:
 
     def of_record(self, record: int, nbytes: int) -> list[int]:
         """What the pieces of a record of `nbytes` must have, in order."""
-        return [int(value) for value in self._table[record, :-(-nbytes // PIECE_BYTES)]]
+        return [int(value) for value in self._table[record, :-(-nbytes // pieces.PIECE_BYTES)]]
 
-    def recorder(self, record: int) -> OnPiece:
-        """For `ThreadSsdIo.write`: notes what is written."""
-        row = self._table[record]
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        return int(self._table[place])
 
-        def note(piece: int, data: memoryview) -> None:
-            row[piece] = checksum(data)
+    def __setitem__(self, place: tuple[int, int], value: int) -> None:
+        self._table[place] = value
 
-        return note
 
-    def verifier(self, record: int, where: str) -> OnPiece:
-        """For `ThreadSsdIo.read`: StoreError that names `where`, if not the noted bytes were read."""
-        row = self._table[record]
+class Records(NamedTuple):
+    """The records of one request: neighbours in their file, all of `record_bytes` but the last, which may be shorter.
 
-        def verify(piece: int, data: memoryview) -> None:
-            got, needed = checksum(data), int(row[piece])
-            if got != needed:
-                first = piece * PIECE_BYTES
-                raise StoreError(errno.EIO, f"{where}: bytes {first} to {first + len(data)} of its record were damaged "
-                                            f"on the drive or on the way (checksum needed {needed:016x}, got "
-                                            f"{got:016x}); they were not used")
+    They have the numbers first, first + step, ... in `checksums`, and lie `step` records apart in memory.
+    """
+    checksums: Checksums
+    first: int
+    count: int
+    step: int
+    record_bytes: int
+    where: Callable[[int], str]   # names a record, by its number in `checksums`
 
-        return verify
+    @property
+    def stride_bytes(self) -> int:
+        """In memory, from one record's start to the next."""
+        return self.step * self.record_bytes
+
+    def note(self, part: Part, data: memoryview) -> None:
+        """Before a part is written."""
+        self.checksums[self.first + part.record * self.step, part.piece] = checksum(data)
+
+    def verify(self, part: Part, data: memoryview) -> None:
+        """After a part was read. StoreError that says where, if those are not the bytes noted."""
+        got, needed = checksum(data), self.checksums[self.first + part.record * self.step, part.piece]
+        if got != needed:
+            raise self.damaged(part.record, part.piece, part.nbytes, got, needed)
+
+    def damaged(self, record: int, piece: int, nbytes: int, got: int, needed: int) -> StoreError:
+        """`record`: of the request. What is said of a part that does not read as it was written."""
+        first = piece * pieces.PIECE_BYTES
+        return StoreError(errno.EIO, f"{self.where(self.first + record * self.step)}: bytes {first} to "
+                                     f"{first + nbytes} of its record were damaged on the drive or on the way "
+                                     f"(checksum needed {needed:016x}, got {got:016x}); they were not used")

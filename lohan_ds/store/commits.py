@@ -26,7 +26,7 @@ from lohan_ds.store.manifest import (Commit, Damaged, Manifest, how_to_give_up, 
 from lohan_ds.work import Work
 
 if TYPE_CHECKING:
-    from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+    from lohan_ds.store.file_io import FileIo, SsdFile
 
 
 class Contents(NamedTuple):
@@ -44,7 +44,7 @@ class Commits:
     `last`, `details` and `_failure` belong to that thread; everything else is fixed or set by the caller of `commit`.
     """
 
-    def __init__(self, io: ThreadSsdIo, run_dirs: Sequence[str], take_contents: Callable[[tuple[int, ...]], Contents]):
+    def __init__(self, io: FileIo, run_dirs: Sequence[str], take_contents: Callable[[tuple[int, ...]], Contents]):
         self._io = io
         self._run_dirs = list(run_dirs)
         self._take_contents = take_contents

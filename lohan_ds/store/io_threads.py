@@ -31,8 +31,8 @@ class IoThreads:
         self._end = weakref.finalize(self, _end_each, self._queue, num_threads)
         self._end.atexit = False   # whoever still needs them then comes later
 
-    def submit(self, urgency: Urgency, fn: Callable[..., None], *args: object, holds: object = None) -> Work:
-        """Work that ends when `fn(*args)` has returned, or fails with what it raised. Never blocks."""
+    def submit(self, urgency: Urgency, fn: Callable[..., object], *args: object, holds: object = None) -> Work:
+        """Work of what `fn(*args)` returns, or of what it raises. Never blocks."""
         work = Work(holds)
         self._queue.put((urgency, next(self._count), work, fn, args))
         return work
@@ -55,9 +55,10 @@ def _run(requests: queue.PriorityQueue) -> None:
         if work is None:
             return
         try:
-            fn(*args)
+            value = fn(*args)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             work.fail(error)
         else:
-            work.finish()
+            work.finish(value)
+            del value
         del work, fn, args   # else an idle thread would keep the buffers

@@ -19,7 +19,8 @@ from lohan_ds.block import round_up
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.extents import Extents
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
-from lohan_ds.store.ssd_io import SsdFile, ThreadSsdIo
+from lohan_ds.store.file_io import FileIo, SsdFile
+from lohan_ds.store.io_threads import Urgency
 from lohan_ds.work import Work
 
 SPILL_DIR = "spill"
@@ -39,7 +40,7 @@ class SpillExtent(NamedTuple):
 class SpillFile:
     """Any thread. Fixed after construction: files and spaces, which have locks of their own."""
 
-    def __init__(self, io: ThreadSsdIo, dirs: Sequence[str], nbytes: int):
+    def __init__(self, io: FileIo, dirs: Sequence[str], nbytes: int):
         """Takes `nbytes` of disk space, rounded up to a page for each of `dirs` alike; wipes what lay there before.
 
         StoreError, and no file left, if the space cannot be had.
@@ -74,14 +75,14 @@ class SpillFile:
         self._spaces[extent.directory].give(extent.offset, extent.nbytes)
 
     def write(self, extent: SpillExtent, buffer: torch.Tensor) -> Work:
-        """Writes `buffer` (extent.nbytes,) uint8, host, 4096-aligned; as ThreadSsdIo.write."""
+        """Writes `buffer` (extent.nbytes,) uint8, host, 4096-aligned; as FileIo.write."""
         assert buffer.numel() == extent.nbytes, (buffer.numel(), extent)
         return self._io.write(self._files[extent.directory], extent.offset, buffer)
 
     def read(self, extent: SpillExtent, buffer: torch.Tensor) -> Work:
-        """Fills `buffer`, as `write`. The extent's write must be over."""
+        """Fills `buffer`, as `write`, ahead of updates: backward waits for it. The extent's write must be over."""
         assert buffer.numel() == extent.nbytes, (buffer.numel(), extent)
-        return self._io.read(self._files[extent.directory], extent.offset, buffer)
+        return self._io.read(self._files[extent.directory], extent.offset, buffer, urgency=Urgency.FETCH)
 
     def close(self) -> None:
         """Waits for all requests, then removes the files. Idempotent."""

@@ -15,7 +15,8 @@ from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import Durability, OffloadPlan
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs
-from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.store.file_io import FileIo
+from lohan_ds.store.native_io import make_ssd_io
 
 TRAINED, IDLE, FLOAT, FROZEN = range(4)
 BLOCKS = tuple(
@@ -25,14 +26,14 @@ BLOCKS = tuple(
 
 
 @contextlib.contextmanager
-def open_store(folder: Path, io: ThreadSsdIo | None = None, reopen: bool = False, durability: Durability = "shadow",
+def open_store(folder: Path, io: FileIo | None = None, reopen: bool = False, durability: Durability = "shadow",
                blocks: Sequence[Block] = BLOCKS, names: Sequence[str] = ("a", "b")) -> Iterator[BlockStore]:
     """A store of the run "r", below SSD paths of these names; its `pool` is for the test too. At the end it is closed
     as it is, which is what a killed process leaves."""
     paths = [str(folder / name) for name in names]
     for path in paths:
         os.makedirs(path, exist_ok=True)
-    io = io or ThreadSsdIo(2)
+    io = io or make_ssd_io(2)
     pool = PinnedPool(MemoryBudget("host", 1 << 28), pin=False)
     plan = OffloadPlan(("ssd",) * len(blocks), ("ssd",) * len(blocks), "eager", 1, 2048, 3, False,
                        shadow=durability == "shadow", durability=durability)

@@ -23,7 +23,8 @@ from lohan_ds.step_protocol import Stage
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.manifest import read_manifests
-from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.store.file_io import FileIo
+from lohan_ds.store.native_io import make_ssd_io
 
 State = dict[tuple[int, str], Tensor]   # (block, kind) -> whole array
 CLIP = 11.0   # of gradients whose norm is about 10 in even steps; in odd ones the last to arrive takes it to 22
@@ -54,7 +55,7 @@ class DurableTraining:
     """
     on_phase: Callable[[str, int], None] = staticmethod(lambda phase, step: None)
 
-    def __init__(self, paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo, durability: str = "shadow",
+    def __init__(self, paths: Sequence[str], update: UpdateMode, io: FileIo, durability: str = "shadow",
                  num_read_ahead_chunks: int = 1):
         self.blocks, self._io = tiny_blocks(), io
         shadow = durability == "shadow"
@@ -143,7 +144,7 @@ class DurableTraining:
 
 
 @contextlib.contextmanager
-def durable_training(paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo | None = None,
+def durable_training(paths: Sequence[str], update: UpdateMode, io: FileIo | None = None,
                      durability: str = "shadow", num_read_ahead_chunks: int = 1) -> Iterator[DurableTraining]:
     """Closed at the end as it is, which is what a killed process leaves. One compute thread: for tiny operations it is
     fastest."""
@@ -151,7 +152,7 @@ def durable_training(paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo |
     torch.set_num_threads(1)
     training = None
     try:
-        training = DurableTraining(paths, update, io or ThreadSsdIo(2), durability, num_read_ahead_chunks)
+        training = DurableTraining(paths, update, io or make_ssd_io(2), durability, num_read_ahead_chunks)
         yield training
     finally:
         torch.set_num_threads(num_threads)

@@ -17,7 +17,7 @@ from lohan_ds.runtime.activation_swapper import ActivationSwapper
 from lohan_ds.runtime.saved_weights import WeightHooks
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
-from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.store.native_io import make_ssd_io
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -60,7 +60,7 @@ class Swapped:
 
 
 def attach_swapper(engine: Any, policies: Mapping[str, Mapping[str, ActivationPolicy]], dirs: Sequence[Any] = (),
-                   make_io=ThreadSsdIo, **sizes: int) -> ActivationSwapper:
+                   make_io=make_ssd_io, **sizes: int) -> ActivationSwapper:
     """Gives an engine that has none an ActivationSwapper; the engine's end is its end."""
     offload = engine.offload
     units, streamer = offload.model_blocks.units, offload.streamer
@@ -91,7 +91,7 @@ def _after(owner: Any, name: str, then: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def swapping(model: nn.Module, policies: Mapping[str, Mapping[str, ActivationPolicy]], dirs: Sequence[Any] = (),
-             streams: Streams | None = None, make_io=ThreadSsdIo, budget_bytes: int = 64 * MIB,
+             streams: Streams | None = None, make_io=make_ssd_io, budget_bytes: int = 64 * MIB,
              **sizes: int) -> Iterator[Swapped]:
     """Without `dirs` there is no SSD tier, without streams that are not unified no host tier."""
     streams = streams or make_streams(CPU)

@@ -23,6 +23,7 @@ from lohan_ds.store.block_home import TORCH_DTYPE
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.block_store import BlockStore, required_ssd_bytes
 from lohan_ds.store.filenames import LOCK
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.work import Work
@@ -44,7 +45,7 @@ def _plan(param_tiers, state_tiers, chunk_numel=2048, shadow=False):
 def _store(tmp_path, blocks, param_tier="ssd", state_tier="ssd", num_dirs=1, io=None,
            shadow=False):
     pool = PinnedPool(MemoryBudget("host", 1 << 30), pin=False)
-    io = io or ThreadSsdIo(2)
+    io = io or make_ssd_io(2)
     run_dirs = [str(tmp_path / f"drive{index}" / "run") for index in range(num_dirs)]
     plan = _plan([param_tier] * len(blocks), [state_tier] * len(blocks), shadow=shadow)
     store = BlockStore(blocks, plan, pool, io, run_dirs)
@@ -331,6 +332,42 @@ def test_failed_update_fails_readers_until_the_next_one(tmp_path, tier):
         _check_all(store, block, _values(block, 5), 0)
 
 
+@pytest.mark.parametrize("num_dirs", [1, 2, 3])
+@pytest.mark.parametrize("make_io", [ThreadSsdIo, make_ssd_io])
+def test_neighbours_in_a_file_are_one_request_and_each_record_is_verified(tmp_path, num_dirs, make_io):
+    block = _block(1, "bfloat16", [7 * 4096 - 2048], chunk_numel=4096)
+    io, requests = make_io(2), []
+    io.on_span = lambda verb, path, start, end, nbytes, for_step: requests.append((verb, nbytes))
+    with _store(tmp_path, [_block(0, "bfloat16", [4096]), block], num_dirs=num_dirs, io=io) as store:
+        store.write_initial(1, _values(block))
+        requests.clear()
+        assert torch.equal(_read(store, block), _values(block))
+        assert [verb for verb, _ in requests] == ["read"] * num_dirs
+        assert sum(nbytes for _, nbytes in requests) == store.bytes_read == block.param_bytes
+        file, offset = store._slots[1][0].param_files.record(block.chunks[3])
+        _flip_bit(file.path, offset + 5)
+        with pytest.raises(StoreError, match=rf"params of block 1 .*, chunk 3, in {file.path} at offset {offset}: "):
+            _read(store, block)
+        out = store.scratch.alloc(block.param_bytes, "out").view(torch.bfloat16)
+        out.fill_(7)
+        requests.clear()
+        store._slots[1][0].read_params(out, without=[3, 4]).wait()   # so it does not matter
+        assert {1: 2, 2: 4, 3: 4}[num_dirs] == len(requests)
+        kept = slice(block.chunks[3].start, block.chunks[5].start)
+        assert out[kept].eq(7).all()
+        out[kept] = _values(block)[kept]
+        assert torch.equal(out, _values(block))
+
+
+def _flip_bit(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())
+
+
 def test_disk_errors_reach_the_caller_with_path_and_numbers(tmp_path):
     block = _block(0, "bfloat16", [4096])
     io = FaultyIo(1)
@@ -338,7 +375,7 @@ def test_disk_errors_reach_the_caller_with_path_and_numbers(tmp_path):
         store.write_initial(0, _values(block))
         path = os.path.join(store.run_dirs[0], "block-0000.params")
         io.inject("read", errno.EIO, at_call=0)
-        with pytest.raises(StoreError, match=r"offset 0, got 0 of 4096 bytes needed") as caught:
+        with pytest.raises(StoreError, match=r"offset 0, got 0 of 8192 bytes needed") as caught:
             _read(store, block)
         assert caught.value.errno == errno.EIO and path in str(caught.value)
         _check_all(store, block, _values(block), 0)  # a failed read loses nothing
@@ -350,7 +387,7 @@ def test_disk_errors_reach_the_caller_with_path_and_numbers(tmp_path):
             _read(store, block)
         store.write_initial(0, _values(block, 1))
         os.truncate(path, 4096)
-        with pytest.raises(StoreError, match="short read; offset 4096, got 0 of 4096"):
+        with pytest.raises(StoreError, match="short read; offset 0, got 4096 of 8192"):
             _read(store, block)
 
 
@@ -594,7 +631,7 @@ def test_a_slow_read_of_the_old_slot_is_not_torn(tmp_path, monkeypatch, dtype, p
         out = store.scratch.alloc(block.param_bytes, "out").view(values.dtype)
         with monkeypatch.context() as patch:
             patch.setattr("lohan_ds.store.block_store._copy", slow_copy)
-            num_reads = io.num_held = len(block.chunks) if param_tier == "ssd" else 0
+            num_reads = io.num_held = num_dirs if param_tier == "ssd" else 0   # a request per file
             slow = store.read_params(0, out)
             for _ in range(num_reads or 1):
                 assert io.reached.acquire(timeout=20)

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from lohan_ds.errors import StoreError
-from lohan_ds.store import checksums
-from lohan_ds.store.checksums import Checksums, checksum
+from lohan_ds.store import pieces
+from lohan_ds.store.checksums import Checksums, Records, checksum
+from lohan_ds.store.pieces import parts
 
 PIECE = 64
 
@@ -14,7 +15,7 @@ PIECE = 64
 @pytest.fixture
 def table(monkeypatch):
     """Of three records of two pieces and a half."""
-    monkeypatch.setattr(checksums, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE)
     return Checksums(3, 2 * PIECE + PIECE // 2)
 
 
@@ -22,14 +23,20 @@ def _pieces(record):
     return [memoryview(record)[start:start + PIECE] for start in range(0, len(record), PIECE)]
 
 
+def _each_part(table, index, record):
+    records = Records(table, index, 1, 1, len(record), "state of block 3 (layer), chunk {}".format)
+    for part in parts(0, len(record), len(record), len(record)):
+        yield records, part, memoryview(record)[part.in_memory:part.in_memory + part.nbytes]
+
+
 def _write(table, index, record):
-    for number, piece in enumerate(_pieces(record)):
-        table.recorder(index)(number, piece)
+    for records, part, data in _each_part(table, index, record):
+        records.note(part, data)
 
 
 def _read(table, index, record):
-    for number, piece in enumerate(_pieces(record)):
-        table.verifier(index, "state of block 3 (layer), chunk 1")(number, piece)
+    for records, part, data in _each_part(table, index, record):
+        records.verify(part, data)
 
 
 def test_every_flipped_bit_is_found_and_named(table):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from lohan_ds.ops import builders, cpu_adam, grad_accumulate, loader
-from lohan_ds.ops.arrays import present_instruction_sets
+from lohan_ds.ops.arrays import INSTRUCTION_SETS, present_instruction_sets
 from lohan_ds.ops.cpu_adam import AdamScalars, AdamStep, update_native_
 from lohan_ds.ops.cpu_adam_fused import fused_gives_same_bits, update_fused_
 from lohan_ds.ops.cpu_adam_twin import update_twin_
@@ -292,6 +293,19 @@ def test_gradients_without_the_operator(monkeypatch):
     assert grad_accumulate.sums_of_squares(target) == [4.0 * SEGMENT_NUMEL, 4.0 * (20_000 - SEGMENT_NUMEL)]
 
 
+# -- SSD I/O --------------------------------------------------------------------------------------------------------
+
+
+def test_checksums_are_those_of_the_package():
+    module = _native("ssd_io")
+    data = torch.randint(0, 256, (70_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    lengths = [*range(0, 1_300), *range(2_040, 2_060), 4_096, 65_535, 70_000]
+    for instruction_set, numel in itertools.product(present_instruction_sets(module), lengths):
+        part = data[-numel:] if numel else data[:0]
+        got = module.checksum(part.data_ptr(), numel, INSTRUCTION_SETS[instruction_set])
+        assert got == xxhash.xxh3_64_intdigest(part.numpy().tobytes()), (instruction_set, numel)
+
+
 # -- building -----------------------------------------------------------------------------------------------------
 
 FALL_BACK = """
@@ -369,8 +383,9 @@ def test_a_lock_that_is_held_is_not_waited_for_without_end(tmp_path, monkeypatch
         pass
 
 
-def test_no_warnings_in_adam(adam):
-    builder = builders.CpuAdamBuilder()
+@pytest.mark.parametrize("operator", ["cpu_adam", "ssd_io"])
+def test_no_warnings(adam, operator):
+    builder = builders.BUILDERS[operator]()
     headers = [f"-isystem{torch.__path__[0]}/include", f"-isystem{sysconfig.get_path('include')}"]
     command = [os.environ.get("CXX", "c++"), *builder.cxx_args(), "-Werror", "-fsyntax-only", *headers]
     sources = [builder.deepspeed_src_path(source) for source in builder.sources()]
@@ -378,8 +393,9 @@ def test_no_warnings_in_adam(adam):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("source", ["ops_test.cpp", "ssd_io_test.cpp"])
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_under_sanitizers(adam, tmp_path, sanitizers):
+def test_under_sanitizers(adam, tmp_path, sanitizers, source):
     program = tmp_path / "ops_test"
     compiler = [os.environ.get("CXX", "c++"), f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     probe = tmp_path / "probe.cpp"
@@ -387,6 +403,6 @@ def test_under_sanitizers(adam, tmp_path, sanitizers):
     if subprocess.run([*compiler, str(probe), "-o", str(program)], capture_output=True).returncode:
         pytest.skip(f"the compiler lacks -fsanitize={sanitizers}")
     flags = [flag for flag in builders.CpuAdamBuilder().cxx_args() if flag != "-O3"] + ["-O1", "-g1", "-Werror"]
-    subprocess.run([*compiler, *flags, str(CSRC / "tests" / "ops_test.cpp"), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    subprocess.run([*compiler, *flags, str(CSRC / "tests" / source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

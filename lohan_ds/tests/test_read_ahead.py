@@ -13,7 +13,7 @@ from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.read_ahead import ReadAhead
 from lohan_ds.store.block_store import BlockStore
-from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.updater import BlockUpdate, Run, Updater
 
@@ -25,7 +25,7 @@ def store_of(tmp_path, io=None, param_tier="ssd", shadow=False, dtype="bfloat16"
     """Three trained blocks of two chunks and a frozen one."""
     blocks = [make_block(i, f"b{i}", dtype, [("p", (4000,), None if i == 1 else 0)], 2048) for i in range(4)]
     plan = OffloadPlan((param_tier,) * 4, ("ssd",) * 4, "deferred", 1, 2048, 3, False, shadow=shadow)
-    pool, io = PinnedPool(MemoryBudget("host", 1 << 28), pin=False), io or ThreadSsdIo(2)
+    pool, io = PinnedPool(MemoryBudget("host", 1 << 28), pin=False), io or make_ssd_io(2)
     store = BlockStore(blocks, plan, pool, io, [str(tmp_path / "run")])
     try:
         for block in blocks:

@@ -11,14 +11,15 @@ import torch
 from lohan_ds.errors import StoreError
 from lohan_ds.memory.extents import Extents
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
+from lohan_ds.store.io_threads import Urgency
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.spill_file import SPILL_DIR, SpillFile, spill_file_name
-from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.faulty_io import FaultyIo
 
 
 @pytest.fixture
 def io():
-    threads = ThreadSsdIo(2)
+    threads = make_ssd_io(2)
     yield threads
     threads.close()
 
@@ -140,5 +141,18 @@ def test_a_failing_drive_is_named(tmp_path):
     io.inject("write", errno.EIO, at_call=0)
     with pytest.raises(StoreError, match=spill_file_name(0)):
         spill.write(extent, page_buffer(1, 1)).wait()
+    spill.close()
+    io.close()
+
+
+def test_what_backward_waits_for_goes_before_updates(tmp_path, monkeypatch):
+    io, urgencies = make_ssd_io(1), []
+    start = io._start
+    monkeypatch.setattr(io, "_start", lambda r: urgencies.append((r.verb, r.urgency)) or start(r))
+    spill = SpillFile(io, [str(tmp_path)], PAGE_BYTES)
+    extent, buffer = spill.take(PAGE_BYTES), page_buffer(1, 3)
+    spill.write(extent, buffer).wait()
+    spill.read(extent, buffer).wait()
+    assert urgencies == [("write", Urgency.UPDATE), ("read", Urgency.FETCH)]
     spill.close()
     io.close()

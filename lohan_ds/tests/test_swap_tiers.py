@@ -14,12 +14,13 @@ from lohan_ds.plan import ActivationPlan
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
 from lohan_ds.runtime.swap_tiers import SwapTier
+from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.delayed_streams import DelayedStreams
 
 
 @contextlib.contextmanager
-def tier_of(policy: str, tmp_path, streams: Streams | None = None, make_io=ThreadSsdIo, num_pages: int = 1,
+def tier_of(policy: str, tmp_path, streams: Streams | None = None, make_io=make_ssd_io, num_pages: int = 1,
             num_buffers: int = 2) -> Iterator[SwapTier]:
     streams = streams or make_streams("cpu")
     pool, io = PinnedPool(MemoryBudget("host", 1 << 20), pin=False), make_io(4)
