@@ -56,6 +56,8 @@ def plan_command(
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device memory to use.")] = None,
     tbw: Annotated[float | None, typer.Option(metavar="TB", min=0.001, help="Terabytes that one drive may be written "
                                               "in its life, by its data sheet.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, to read, edit and run: "
+                                                   '"lohan": {"plan": FILE}.')] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a page.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw what every resource does when, and the memory "
                                               "of every tier. Needs matplotlib.")] = None,
@@ -68,6 +70,9 @@ def plan_command(
         raise typer.BadParameter("name a model with either --model or --model-profile", param_hint="--model")
     if hardware is not None and ssd_path:
         raise typer.BadParameter("is of this machine; a machine of --hardware has its own", param_hint="--ssd-path")
+    if save_plan is not None and device_parameters:
+        raise typer.BadParameter("the runtime does not carry out plans with --device-parameters yet",
+                                 param_hint="--save-plan")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from lohan_ds.errors import LohanError
     try:
@@ -95,12 +100,18 @@ def plan_command(
             request = Request(Batch(profile.micro_batch, accumulation), not no_clipping, device_parameters)
             outlook = look_ahead(profile, machine.profile, machine.num_ssds, request)
             page = make_page(file.name, profile, machine, outlook, [*notes, f"Attention: {file.attention}.", *remarks])
+            if save_plan is not None and outlook.solution is not None:
+                from lohan_ds.planner.plan_file import save_plan as write_plan
+                from lohan_ds.planner.plan_layout import lay_out
+                write_plan(lay_out(outlook.solution, profile, machine.profile, file.name), save_plan)
             if plot is not None:
                 from lohan_ds.planner_plot import draw
                 draw(page, plot)
     except (LohanError, OSError) as error:
         _fail(str(error))
     _show(page, as_json)
+    if save_plan is not None and not page.fits:
+        Console(stderr=True).print(f"{escape(str(save_plan))} is not written: nothing fits", highlight=False)
     raise typer.Exit(0 if page.fits else 1)
 
 

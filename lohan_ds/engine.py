@@ -105,7 +105,8 @@ class LohanEngine(DeepSpeedEngine):
         convert_to_zero3(self.module, self.config)
         self.__dict__["offload"] = offload = Offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
-            torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None)
+            torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None,
+            micro_batch=self.train_micro_batch_size_per_gpu())
         process_end.close_at_end(self, offload)
         params = [p for members in offload.model_blocks.params for p in members]
         self.__dict__["zero_params"] = ZeroParams(offload.streamer, params)

@@ -51,10 +51,12 @@ class Offload:
 
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
-                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None):
+                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None, micro_batch: int | None = None):
+        """`micro_batch`: sequences, None if unknown."""
         self.device = device
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
-        self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
+        self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device,
+                                                           micro_batch)
         self.blocks = self.model_blocks.blocks
         self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive

@@ -17,12 +17,13 @@ def check_before_loading(model, config) -> None:
     """Called as the construction of `model` (a PreTrainedModel) begins. Raises CapacityError with the plan's table.
 
     Does nothing unless a lohan config is active under ZeRO-3. The model is built once more on the meta device to
-    count its bytes. With peft in use the frozen weights cannot be told yet: then only the weights are counted.
+    count its bytes. With peft in use the frozen weights cannot be told yet: then only the weights are counted. A plan
+    file of the user's is looked at by the engine only.
     """
     if getattr(_building, "active", False):
         return
     lohan_config, ds_config = _active_config()
-    if lohan_config is None:
+    if lohan_config is None or lohan_config.plan is not None:   # a plan is of a dtype, and weights have none yet
         return
     twin = _on_meta(type(model), config)
     if twin is None:

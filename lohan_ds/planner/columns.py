@@ -55,9 +55,10 @@ def _block_columns(groups: ModelGroups, hardware: HardwareProfile, schedule: Sch
 
 
 def _item_columns(groups: ModelGroups, hardware: HardwareProfile, allowed: AllowedTiers) -> Iterator[Column]:
-    """With `unified` an item that is kept is on the host already; a block's input is never recomputed."""
+    """With `unified` an item that is kept is on the host already; a block's input is never recomputed, and what is
+    saved outside of units is kept, because the runtime sees units only."""
     for index, item in enumerate(groups.items):
-        for tier in allowed.activations:
+        for tier in ("keep",) if item.is_outside else allowed.activations:
             if (_has(hardware, tier) and not (tier == "host" and hardware.unified)
                     and not (tier == "recompute" and item.is_input)):
                 yield Column("activations", index, tier, len(item.places), activation_traffic(item, tier),

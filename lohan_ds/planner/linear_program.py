@@ -30,7 +30,7 @@ from lohan_ds.planner.traffic import StepTraffic, compute_traffic
 from lohan_ds.profile import HardwareProfile, MemoryTier, ModelProfile
 
 BYTES_UNIT = 1e6            # memory rows are in MB: the solver's tolerance of 1e-6 is then one byte
-MOVED_BYTES_WEIGHT = 1e-3   # of a byte over the link against one written to the SSD, between plans of equal time
+MOVED_BYTES_WEIGHT = 1e-3   # of a byte over the link, or made again, against one written to the SSD, at equal time
 INFEASIBLE = 2              # scipy's status of a program that was proven to have no answer
 Terms = Iterable[tuple[int, float]]   # (column number, coefficient)
 
@@ -76,12 +76,14 @@ class LinearProgram:
         return Answer(self._counts(result), (result.mip_dual_bound or 0.0) * self._unit_s)
 
     def calmest(self, seconds: float, time_limit_s: float) -> tuple[int, ...] | None:
-        """Of the placements that take at most `seconds`, one that writes least to the SSD and moves least."""
+        """Of the placements that take at most `seconds`, one that writes least to the SSD, then moves and makes
+        again least."""
         weights = []
         for number, column in enumerate(self.columns):
             moved = column.traffic.of_step(self._schedule.accumulation)
-            weights.append((number, (moved.ssd_write_bytes + MOVED_BYTES_WEIGHT * (moved.h2d_bytes + moved.d2h_bytes))
-                            / BYTES_UNIT))
+            remade_bytes = self._groups.items[column.class_index].nbytes if column.tier == "recompute" else 0
+            busy_bytes = moved.h2d_bytes + moved.d2h_bytes + remade_bytes
+            weights.append((number, (moved.ssd_write_bytes + MOVED_BYTES_WEIGHT * busy_bytes) / BYTES_UNIT))
         limit = (dict(self._time_terms), -math.inf, seconds / self._unit_s)
         return self._counts(self._solve(weights, [limit], relative_gap=1e-3, time_limit_s=time_limit_s))
 

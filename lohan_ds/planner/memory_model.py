@@ -1,6 +1,6 @@
 """Bytes each tier needs under a plan, item by item, and the table that shows them. No torch.
 
-Not here: activations, logits and the user's own data. Those depend on the batch; the table says so.
+Not here: the user's own data, and activations unless the plan knows them: those depend on the batch. The table says so.
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
@@ -17,6 +17,8 @@ from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 IO_ALIGN_BYTES = 4096
 MEMORY_TIERS: tuple[MemoryTier, ...] = ("host", "device", "ssd")
 NOT_INCLUDED = "Not included: activations, logits and your own data; leave room for them in host and device memory."
+DATA_NOT_INCLUDED = "Not included: your own data and libraries; leave room for them in host and device memory."
+DEVICE_ACTIVATIONS = "activations, the running unit's included"
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
 
 
 def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
-    """Where activations are swapped to. Those that are kept depend on the batch."""
-    swap = plan.activations
+    """Where activations are swapped to, and what is on the device if the plan knows it."""
+    swap, device = plan.activations, "host" if unified else "device"
     return [Need("host", "swapped activations", 0 if unified else swap.host_bytes),
             Need("host", f"buffers of swapped activations ({swap.num_buffers})", swap.num_buffers * swap.buffer_bytes),
-            Need("ssd", "swapped activations", swap.ssd_bytes)]
+            Need("ssd", "swapped activations", swap.ssd_bytes), Need(device, DEVICE_ACTIVATIONS, swap.device_bytes)]
 
 
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:
@@ -149,4 +151,5 @@ def table(items: list[Need], budgets: Budgets) -> str:
     for row in rows:
         cells = [row[i].rjust(widths[i]) if i == 2 else row[i].ljust(widths[i]) for i in range(5)]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, NOT_INCLUDED])
+    knows_activations = any(item.what == DEVICE_ACTIVATIONS for item in items)
+    return "\n".join([*lines, DATA_NOT_INCLUDED if knows_activations else NOT_INCLUDED])
