@@ -70,6 +70,10 @@ class LohanConfig(pydantic.BaseModel):
     optimizer_tier: Literal["host", "ssd"] | None = _setting('"host" or "ssd"', "host if all fits, else ssd")
     """Where fp32 master weights and Adam's moments live. By default the fastest tier with room."""
 
+    sequence_length: int | None = Field(None, ge=1, json_schema_extra={"what": "tokens", "automatic": "unknown"})
+    """Tokens per sequence, the longest that you train with. Lets the automatic plan count what a model of transformers
+    saves for backward, and decide about it layer by layer. Unknown by default: all of it is then kept on the device."""
+
     plan: str | None = _setting("path of a file", "none")
     """A plan to carry out as it stands, block by block and activation by activation: what `lohan plan --save-plan`
     wrote, edited or not. It takes the place of `param_tier`, `optimizer_tier`, `update`, `prefetch_depth`,
@@ -150,7 +154,7 @@ class LohanConfig(pydantic.BaseModel):
                               'they have a unit, like "24GB"')
         return nbytes
 
-    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", mode="before")
+    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "sequence_length", mode="before")
     @classmethod
     def _no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):

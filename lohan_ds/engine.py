@@ -19,6 +19,8 @@ from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
+from lohan_ds.plan_sources import RunFacts
+from lohan_ds.profile import ModelProfile
 from lohan_ds.run_state import RUN_MARK, pack_state, set_random_state, unpack_state
 from lohan_ds.step_summary import StepSummary
 from lohan_ds.zero_params import ZeroParams, convert_to_zero3, set_status
@@ -42,6 +44,7 @@ class LohanEngine(DeepSpeedEngine):
 
     Raises ConfigError or CapacityError before any parameter is moved.
     """
+    profile_live = None   # set by integrations: (model, micro-batch, sequence length, device type) -> ModelProfile
 
     def __init__(self, *args, config=None, config_class=None, mpu=None, mesh_device=None, **kwargs):
         self.__dict__["offload"] = None
@@ -68,6 +71,8 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is not None:
             if self.global_rank == 0:
                 _announce(self.offload.plan_table)
+                if self.offload.run_plan.remark:
+                    _announce(f"lohan plan: {self.offload.run_plan.remark}")
             if self.offload.is_durable:
                 self._begin_or_resume()
 
@@ -106,13 +111,21 @@ class LohanEngine(DeepSpeedEngine):
         self.__dict__["offload"] = offload = Offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
             torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None,
-            micro_batch=self.train_micro_batch_size_per_gpu())
+            facts=self._run_facts())
         process_end.close_at_end(self, offload)
         params = [p for members in offload.model_blocks.params for p in members]
         self.__dict__["zero_params"] = ZeroParams(offload.streamer, params)
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
         return LohanOptimizer(offload, optimizer, self.gradient_clipping(), dtype, self.loss_scale(),
                               self.dynamic_loss_scale(), self.dynamic_loss_scale_args())
+
+    def _run_facts(self) -> RunFacts:
+        micro_batch, device_type = self.train_micro_batch_size_per_gpu(), torch.device(self.device).type
+
+        def profile_model(sequence_length: int) -> ModelProfile:
+            return self.profile_live(self.module, micro_batch, sequence_length, device_type)
+
+        return RunFacts(micro_batch, self.gradient_clipping() > 0, profile_model if self.profile_live else None)
 
     def _begin_or_resume(self) -> None:
         """A run with a name: goes on after its last committed step, if it has one."""

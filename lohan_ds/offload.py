@@ -21,6 +21,7 @@ from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import values_of
 from lohan_ds.ops.loader import native
+from lohan_ds.plan_sources import RunFacts
 from lohan_ds.planner.search import plan_table
 from lohan_ds.profile import Budgets
 from lohan_ds.run_plan import model_size, plan_run
@@ -51,12 +52,12 @@ class Offload:
 
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
-                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None, micro_batch: int | None = None):
-        """`micro_batch`: sequences, None if unknown."""
+                 make_io=ThreadSsdIo, report: Callable[[str], None] | None = None, facts: RunFacts | None = None):
+        """`report`: for the line of a step. `facts`: of the training; without, the plan is made of bytes alone."""
         self.device = device
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
-        self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device,
-                                                           micro_batch)
+        self.run_plan = plan_run(model, config, group_of, accumulation, device, facts)
+        self.model_blocks, self.plan, budgets = self.run_plan[:3]
         self.blocks = self.model_blocks.blocks
         self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,11 @@ from lohan_ds.config import LohanConfig
 from lohan_ds.errors import ConfigError
 from lohan_ds.memory.budget import available_host_bytes
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks, values_of
-from lohan_ds.plan import ActivationPlan, Durability, OffloadPlan
+from lohan_ds.plan import ActivationPlan, OffloadPlan
+from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, plan_from_file
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
-from lohan_ds.planner.plan_file import PlanFile, block_names, load_plan
-from lohan_ds.planner.plan_layout import offload_plan, tiers_used
-from lohan_ds.planner.search import (STATE_BYTES_PER_NUMEL, PlanRequest, check_fits, fits, make_plan, with_read_ahead)
+from lohan_ds.planner.plan_file import PlanFile, load_plan
+from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
@@ -27,10 +28,19 @@ from lohan_ds.store.manifest import read_manifests
 NUM_SWAP_BUFFERS, SWAP_BUFFER_BYTES = 4, 8 << 20   # between device and SSD
 
 
+class RunPlan(NamedTuple):
+    """What a run is carried out by."""
+    model_blocks: ModelBlocks
+    plan: OffloadPlan
+    budgets: Budgets
+    file: PlanFile | None = None   # that the plan was made from
+    remark: str = ""               # for the user: what kept the automatic plan from being a better one
+
+
 def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
-             micro_batch: int | None = None) -> tuple[ModelBlocks, OffloadPlan, Budgets]:
+             facts: RunFacts | None = None) -> RunPlan:
     """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
-    works on meta tensors. `micro_batch`: sequences, None if unknown."""
+    works on meta tensors. `facts`: of the training; without, the plan is made of bytes alone."""
     given = load_plan(config.plan) if config.plan else None
     run_dirs = named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else []
     existing = read_manifests(run_dirs) if run_dirs else None
@@ -50,50 +60,29 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
     budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
                            run_dirs if existing is not None else [])
+    size = model_size(model_blocks)
     if given is not None:
-        return (*_given_plan(given, config, model_blocks, accumulation, micro_batch, durability, budgets), budgets)
+        plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets)
+        return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
                           _activation_plan(config, model_blocks))
-    plan, blocks = make_plan(model_size(model_blocks), request, budgets)
-    return model_blocks._replace(blocks=blocks), plan, budgets
+    plan, _ = make_plan(size, request, budgets)
+    model_blocks = _with_chunks(model_blocks, plan)
+    if facts is None or not may_plan_by_rates(config, plan):
+        return RunPlan(model_blocks, plan, budgets)
+    better, file, remark = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks),
+                                         accumulation, facts, device, budgets)
+    return RunPlan(model_blocks, better, budgets, file, remark)
 
 
-def _given_plan(given: PlanFile, config: LohanConfig, model_blocks: ModelBlocks, accumulation: int,
-                micro_batch: int | None, durability: Durability | None,
-                budgets: Budgets) -> tuple[ModelBlocks, OffloadPlan]:
-    """The plan of a file, checked against model, batch, config and budgets. `durability`: None if that is open."""
-    where, size = f"lohan.plan {config.plan}", model_size(model_blocks)
-    plan = offload_plan(given, size.blocks, [unit.name for unit in model_blocks.units], accumulation, micro_batch,
-                        where)
-    used = tiers_used(plan, size.blocks)
-    if "ssd" in used and not config.ssd_paths:
-        raise ConfigError(f"lohan.ssd_paths: missing, and {where} keeps things on the SSD; name a directory there")
-    if config.run_name is not None:
-        plan = _durable(plan, config.run_name, durability, size, budgets, where)
-    check_fits(size, plan, budgets, f"Edit {where}, or plan again with `lohan plan --save-plan` and the flags "
-                                    "--host-memory and --device-memory")
-    if given.read_ahead_chunks is None:
-        plan = with_read_ahead(size, plan, budgets)
-    blocks = tuple(replace(block, chunk_numel=plan.chunk_numel) for block in size.blocks)
-    return model_blocks._replace(blocks=blocks), plan
+def _with_chunks(model_blocks: ModelBlocks, plan: OffloadPlan) -> ModelBlocks:
+    return model_blocks._replace(blocks=tuple(replace(block, chunk_numel=plan.chunk_numel)
+                                              for block in model_blocks.blocks))
 
 
-def _durable(plan: OffloadPlan, run_name: str, durability: Durability | None, size: ModelSize, budgets: Budgets,
-             where: str) -> OffloadPlan:
-    """For a run with a name: what it keeps lies on the SSD only. "shadow" where it is asked for, or fits."""
-    names = block_names(size.blocks)
-    on_host = [names[block.index] for block in size.blocks if plan.param_tier[block.index] == "host"
-               or (block.trainable and plan.state_tier[block.index] == "host")]
-    if on_host:
-        raise ConfigError(f'{where}: block {on_host[0]} is kept on the host, which does not survive a crash, and '
-                          f'lohan.run_name is {run_name!r}; write "ssd" for all blocks, or remove lohan.run_name')
-    if plan.shadow and durability == "in_place":
-        raise ConfigError(f'{where}: update "{plan.update}" needs shadow slots, which lohan.durability "in_place" does '
-                          "without; change one of the two")
-    shadowed = replace(plan, shadow=True, durability="shadow")
-    is_shadow = durability == "shadow" or plan.shadow or (durability is None and fits(size, shadowed, budgets))
-    return shadowed if is_shadow else replace(plan, durability="in_place")
+def _unit_names(model_blocks: ModelBlocks) -> list[str]:
+    return [unit.name for unit in model_blocks.units]
 
 
 def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> ActivationPlan:

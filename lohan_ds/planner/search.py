@@ -91,10 +91,15 @@ def make_plan(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple
     if request.update in (None, "auto") and plan.shadow:
         plan = replace(plan, update="auto")
     elif request.update in (None, "auto") and plan.durability == "none":
-        with_shadow = replace(plan, update="auto", shadow=True)
-        plan = with_shadow if _leaves_room(model, with_shadow, budgets) else plan
+        plan = with_shadow_slots(model, plan, budgets)
     plan = with_read_ahead(model, plan, budgets)
     return plan, tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
+
+
+def with_shadow_slots(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> OffloadPlan:
+    """A deferred plan with update "auto" and the slots for that, if they leave room; else as it is."""
+    with_shadow = replace(plan, update="auto", shadow=True)
+    return with_shadow if _leaves_room(model, with_shadow, budgets) else plan
 
 
 def with_read_ahead(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> OffloadPlan:

@@ -78,6 +78,7 @@ def _size(model_blocks: ModelBlocks) -> ModelSize:
 
 def _unit_profiles(model_blocks: ModelBlocks, runs: UnitRuns) -> tuple[UnitProfile, ...]:
     """Units of one module class that cost the same get one name of class: "Layer", the next kind "Layer:2"."""
+    modules = {id(unit.module) for unit in model_blocks.units}
     held_bytes = held_gradient_bytes(model_blocks.units, runs.calls)
     for index in set(runs.calls) - set(runs.calls[-1:]):   # the last unit has the logits as its output
         held_bytes[index] += runs.returned_bytes           # the caller may keep them during all of backward
@@ -85,7 +86,10 @@ def _unit_profiles(model_blocks: ModelBlocks, runs: UnitRuns) -> tuple[UnitProfi
     kinds_of_class: dict[str, int] = {}
     profiles = []
     for index, (unit, tally) in enumerate(zip(model_blocks.units, runs.tallies)):
-        profile = UnitProfile("", type(unit.module).__name__, (), float(tally.forward_flops), runs.ledger.items(index),
+        has_units_inside = sum(id(module) in modules for module in unit.module.modules()) > 1
+        items = tuple(replace(item, is_outside=item.is_outside or has_units_inside)   # the runtime swaps the inner ones
+                      for item in runs.ledger.items(index))
+        profile = UnitProfile("", type(unit.module).__name__, (), float(tally.forward_flops), items,
                               tally.output_bytes, tally.workspace_bytes + held_bytes[index])
         shapes = tuple(slot.shape for b in unit.blocks for slot in model_blocks.blocks[b].slots)
         key = (profile, shapes)
