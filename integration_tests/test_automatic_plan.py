@@ -103,3 +103,38 @@ def test_a_machine_that_was_not_measured_is_said_with_the_command(tmp_path, monk
     with engine_for(model, config_of(tmp_path, host_memory="16MB"), model_parameters=model.parameters()) as engine:
         assert set(engine.offload.plan.state_tier) == {"ssd"} and engine.offload.run_plan.file is None
     assert f"block by block: lohan profile --ssd-path {tmp_path}\n" in capsys.readouterr().out
+
+
+def test_prediction_comparison_and_a_new_plan_while_training(tmp_path, measured, monkeypatch, capsys):
+    """The rates are not this machine's, so the plan is made again; what it then recomputes gives the same bits."""
+    from lohan_ds import plan_check
+    from lohan_ds.planner import automatic, rate_watch
+    for module in (rate_watch, plan_check):
+        monkeypatch.setattr(module, "NUM_STEPS", 2)
+    monkeypatch.setattr(rate_watch, "LEAST_BUSY_SHARE", 1e-6)
+    entry, other = {}, {}
+
+    def recomputed(file, hardware, profile):
+        """Whatever the rates: one item of each layer otherwise."""
+        entry.update(file=file)
+        units = tuple(unit.model_copy(update={"items": {name: item.model_copy(update={"policy": "recompute"})
+                                                        if name == "mlp.up_proj" else item
+                                                        for name, item in unit.items.items()}})
+                      for unit in file.activations)
+        other.update(file=file.model_copy(update={"activations": units}))
+        return other["file"]
+
+    monkeypatch.setattr(automatic, "plan_at_rates", recomputed)
+    model = six_layers()
+    config = config_of(tmp_path, host_memory="17300KB", sequence_length=16)
+    with engine_for(model, config, model_parameters=model.parameters()) as engine:
+        swapper = engine.offload.swapper
+        assert swapper is not None and "recompute" in swapper.table(), engine.offload.plan
+        check_bits(engine, six_layers, steps=6)
+        assert engine.offload.plan_check.file is other["file"] is not entry["file"]
+        assert all("mlp.up_proj" in line or "recompute" in line for line in swapper.table().splitlines())
+        assert engine.lohan_comparison() == [] or engine.lohan_comparison()[0].what == "step"
+    said = capsys.readouterr().out
+    assert "tokens/s\nphase" in said and "lohan plan, predicted against measured\nsteps " in said
+    assert "of the rate that was planned with\nthe plan so far:" in said
+    assert "lohan plan: from the next step on the new plan holds" in said

@@ -20,6 +20,7 @@ from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
 from lohan_ds.plan_sources import RunFacts
+from lohan_ds.planner.comparison import Row, prediction_text
 from lohan_ds.profile import ModelProfile
 from lohan_ds.run_state import RUN_MARK, pack_state, set_random_state, unpack_state
 from lohan_ds.step_summary import StepSummary
@@ -71,8 +72,11 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is not None:
             if self.global_rank == 0:
                 _announce(self.offload.plan_table)
-                if self.offload.run_plan.remark:
-                    _announce(f"lohan plan: {self.offload.run_plan.remark}")
+                file, remark = self.offload.run_plan.file, self.offload.run_plan.remark
+                if file is not None and file.predicted is not None:
+                    _announce(prediction_text(file))
+                if remark:
+                    _announce(f"lohan plan: {remark}")
             if self.offload.is_durable:
                 self._begin_or_resume()
 
@@ -111,7 +115,8 @@ class LohanEngine(DeepSpeedEngine):
         self.__dict__["offload"] = offload = Offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
             torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None,
-            facts=self._run_facts())
+            facts=self._run_facts(), announce=_announce if self.global_rank == 0 else None,
+            compare_every_steps=self.steps_per_print() if self.lohan_config.step_report else None)
         process_end.close_at_end(self, offload)
         params = [p for members in offload.model_blocks.params for p in members]
         self.__dict__["zero_params"] = ZeroParams(offload.streamer, params)
@@ -246,6 +251,12 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is None or self.offload.recorder is None:
             return None
         return self.offload.recorder.step_summary(self.offload.gradients.updater.oldest_due_step())
+
+    def lohan_comparison(self) -> list[Row]:
+        """What the plan predicted of a step against what was measured, over the last steps but the first two. Empty
+        before there are any, and where nothing was predicted of the plan that is carried out."""
+        check = self.offload.plan_check if self.offload is not None else None
+        return check.rows() if check is not None else []
 
     # -- weights out ---------------------------------------------------------------------------------------------
 

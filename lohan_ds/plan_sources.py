@@ -63,6 +63,14 @@ def _durable(plan: OffloadPlan, run_name: str, durability: Durability | None, si
     return shadowed if is_shadow else replace(plan, durability="in_place")
 
 
+class RatedPlan(NamedTuple):
+    """A plan and what it was made from; without a file, bytes alone decided."""
+    plan: OffloadPlan
+    file: PlanFile | None
+    profile: ModelProfile | None
+    remark: str                    # for the user: what kept the plan from being a better one
+
+
 def may_plan_by_rates(config: LohanConfig, plan: OffloadPlan) -> bool:
     """Whether there is something to decide that the user left open, and that bytes alone have not decided."""
     forced = config.param_tier or config.optimizer_tier or config.activations or config.run_name
@@ -70,9 +78,8 @@ def may_plan_by_rates(config: LohanConfig, plan: OffloadPlan) -> bool:
 
 
 def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_names: Sequence[str],
-                  accumulation: int, facts: RunFacts, device: torch.device,
-                  budgets: Budgets) -> tuple[OffloadPlan, PlanFile | None, str]:
-    """Block by block, and where the sequence length is known item by item: the plan, its file, and a remark.
+                  accumulation: int, facts: RunFacts, device: torch.device, budgets: Budgets) -> RatedPlan:
+    """Block by block, and where the sequence length is known item by item.
 
     `plan` is what bytes alone decided: it stays, with a remark and without a file, where rates or room are lacking.
     Measures nothing.
@@ -83,8 +90,8 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
     hardware = cached_profile(config.ssd_paths, dtype, device)
     if hardware is None:
         flags = "".join(f" --ssd-path {path}" for path in config.ssd_paths)
-        return plan, None, (f"this machine was not measured for {dtype} with these ssd_paths, so bytes alone decide; "
-                            f"for a plan by speed, block by block: lohan profile{flags}")
+        return RatedPlan(plan, None, None, f"this machine was not measured for {dtype} with these ssd_paths, so bytes "
+                                           f"alone decide; for a plan by speed, block by block: lohan profile{flags}")
     profile, remark = _profile(config, size, facts)
     if profile is None:
         profile = without_activations(size, unit_names)
@@ -94,10 +101,10 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
                           "this run's model")
     better = None if file is None else offload_plan(file, size.blocks, unit_names, accumulation, None, "automatic plan")
     if better is None or not fits(size, better, budgets):
-        return plan, None, "a plan by speed found no room, so bytes alone decide"
+        return RatedPlan(plan, None, None, "a plan by speed found no room, so bytes alone decide")
     if config.update is None and better.update == "deferred":
         better = with_shadow_slots(size, better, budgets)
-    return with_read_ahead(size, better, budgets), file, remark
+    return RatedPlan(with_read_ahead(size, better, budgets), file, profile, remark)
 
 
 def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts) -> tuple[ModelProfile | None, str]:

@@ -20,7 +20,7 @@ from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, pl
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
 from lohan_ds.planner.plan_file import PlanFile, load_plan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
-from lohan_ds.profile import Budgets, ModelSize
+from lohan_ds.profile import Budgets, ModelProfile, ModelSize
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
 from lohan_ds.store.manifest import read_manifests
@@ -34,6 +34,7 @@ class RunPlan(NamedTuple):
     plan: OffloadPlan
     budgets: Budgets
     file: PlanFile | None = None   # that the plan was made from
+    profile: ModelProfile | None = None   # what the plan of the file was made with, if that is known
     remark: str = ""               # for the user: what kept the automatic plan from being a better one
 
 
@@ -71,9 +72,9 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     model_blocks = _with_chunks(model_blocks, plan)
     if facts is None or not may_plan_by_rates(config, plan):
         return RunPlan(model_blocks, plan, budgets)
-    better, file, remark = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks),
-                                         accumulation, facts, device, budgets)
-    return RunPlan(model_blocks, better, budgets, file, remark)
+    rated = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks), accumulation, facts,
+                          device, budgets)
+    return RunPlan(model_blocks, rated.plan, budgets, rated.file, rated.profile, rated.remark)
 
 
 def _with_chunks(model_blocks: ModelBlocks, plan: OffloadPlan) -> ModelBlocks:

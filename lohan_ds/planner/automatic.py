@@ -1,12 +1,14 @@
 """The plan that a run makes for itself: `solve` with what is known when it starts, as a `PlanFile`. Values only."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lohan_ds.errors import CapacityError
 from lohan_ds.planner.outlook import RUNTIME_PARAM_TIERS
-from lohan_ds.planner.plan_file import PlanFile
+from lohan_ds.planner.placement import Placement, group
+from lohan_ds.planner.plan_file import PlanFile, block_names
 from lohan_ds.planner.plan_layout import lay_out
 from lohan_ds.planner.program import solve
 from lohan_ds.planner.solution import Batch, Choices
@@ -30,6 +32,25 @@ def automatic_plan(model: ModelProfile, hardware: HardwareProfile, accumulation:
     except CapacityError:
         return None
     return lay_out(solution, model, hardware, model_name)
+
+
+def plan_at_rates(file: PlanFile, hardware: HardwareProfile, model: ModelProfile) -> PlanFile | None:
+    """The plan with other rates and activations, in the same space: blocks, update order and prefetch stay as they are.
+    `model`: of the file. None if nothing fits."""
+    groups, names = group(model), block_names(model.size.blocks)
+    stored = Placement(
+        tuple(Counter(file.blocks[names[index]].parameters for index in blocks.blocks) for blocks in groups.blocks),
+        tuple(Counter(file.blocks[names[index]].optimizer_state for index in blocks.blocks if blocks.trainable)
+              for blocks in groups.blocks), ())
+    used = file.predicted.memory_bytes
+    within = replace(hardware, host_bytes=used["host"], ssd_bytes=used["ssd"])
+    choices = Choices((Batch(model.micro_batch, file.accumulation),), (file.update,), (file.prefetch_depth,),
+                      param_tiers=RUNTIME_PARAM_TIERS, stored=stored)
+    try:
+        solution = solve(model, within, choices)
+    except CapacityError:
+        return None
+    return lay_out(solution, model, hardware, file.model)
 
 
 def same_blocks(profile: ModelProfile, size: ModelSize) -> ModelProfile | None:

@@ -21,6 +21,7 @@ class AllowedTiers:
     params: tuple[ParamTier, ...]
     states: tuple[StateTier, ...]
     activations: tuple[ActivationTier, ...]
+    stored: Placement | None = None    # whose counts of parameters and states must stay
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class LinearProgram:
         self._by_phase = {phase: np.array([tuple(vars(seconds[phase]).values()) for seconds in each]).T / self._unit_s
                           for phase in base}
         self._add_count_rows()
+        self._add_stored_rows(allowed)
         self._time_terms = self._add_time_rows()
         self._memory_rows = self._add_memory_rows()
 
@@ -142,6 +143,12 @@ class LinearProgram:
         for key, size in sizes.items():
             members = [n for n, column in enumerate(self.columns) if (column.kind, column.class_index) == key]
             self._add_row(((number, 1.0) for number in members), size, size)
+
+    def _add_stored_rows(self, allowed: AllowedTiers) -> None:
+        for number, column in enumerate(self.columns):
+            if allowed.stored is not None and column.kind != "activations":
+                count = getattr(allowed.stored, column.kind)[column.class_index].get(column.tier, 0)
+                self._add_row([(number, 1.0)], count, count)
 
     def _add_time_rows(self) -> list[tuple[int, float]]:
         """[Note: update orders] of time_model.py. Returns the step's seconds as terms."""
