@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +74,7 @@ class Offload:
         self.swapper: ActivationSwapper | None = None   # None: the plan keeps all activations
         self._finish: Callable[[], None] | None = None   # the first of them, of a durable run
         self.recorder: Recorder | None = None   # None: nobody asked for a report or a trace
+        self._others_bytes = psutil.Process().memory_info().rss - self.run_plan.model_bytes   # of libraries and data
         self.plan_check = None if announce is None else self._make_plan_check(announce, compare_every_steps)
         if config.step_report or config.trace_path or self.plan_check is not None:
             self.recorder = Recorder(report if config.step_report else None, config.trace_path)
@@ -158,9 +160,9 @@ class Offload:
                          _weakly(self._change_activations, None))
 
     def _peak_bytes(self) -> dict[MemoryTier, int]:
-        """What `PlanCheck` compares. Where the host's memory is the device's, of the whole process since it began."""
+        """What `PlanCheck` compares. Where the host's memory is the device's, all that the process has taken since."""
         if self.streams.unified:
-            return {"host": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+            return {"host": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._others_bytes}
         return {"host": self.budget.peak_bytes, "device": torch.cuda.max_memory_allocated(self.device)}
 
     def _change_activations(self, file: PlanFile) -> bool | None:

@@ -33,6 +33,7 @@ class RunPlan(NamedTuple):
     model_blocks: ModelBlocks
     plan: OffloadPlan
     budgets: Budgets
+    model_bytes: int               # of the model's own tensors in RAM, which give way to the store
     file: PlanFile | None = None   # that the plan was made from
     profile: ModelProfile | None = None   # what the plan of the file was made with, if that is known
     remark: str = ""               # for the user: what kept the automatic plan from being a better one
@@ -59,22 +60,22 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
         durability = existing.durability
     cut_bytes = chunk_bytes or config.with_defaults().chunk_bytes
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
-    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
-                           run_dirs if existing is not None else [])
+    model_bytes = sum(p.nbytes for p in _tensors_in_memory(model_blocks))
+    budgets = find_budgets(config, device, model_bytes, run_dirs if existing is not None else [])
     size = model_size(model_blocks)
     if given is not None:
         plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets)
-        return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, given)
+        return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, model_bytes, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
                           _activation_plan(config, model_blocks))
     plan, _ = make_plan(size, request, budgets)
     model_blocks = _with_chunks(model_blocks, plan)
     if facts is None or not may_plan_by_rates(config, plan):
-        return RunPlan(model_blocks, plan, budgets)
+        return RunPlan(model_blocks, plan, budgets, model_bytes)
     rated = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks), accumulation, facts,
                           device, budgets)
-    return RunPlan(model_blocks, rated.plan, budgets, rated.file, rated.profile, rated.remark)
+    return RunPlan(model_blocks, rated.plan, budgets, model_bytes, rated.file, rated.profile, rated.remark)
 
 
 def _with_chunks(model_blocks: ModelBlocks, plan: OffloadPlan) -> ModelBlocks:

@@ -46,7 +46,7 @@ def _block_columns(groups: ModelGroups, hardware: HardwareProfile, schedule: Sch
     for index, block in enumerate(groups.blocks):
         size = len(block.blocks)
         for tier in allowed.params:
-            if _has(hardware, tier) and (block.may_stay_on_device or tier != "device"):
+            if _has(hardware, tier) and (tier != "device" or not block.is_master):
                 yield Column("params", index, tier, size, param_traffic(block, tier),
                              footprint.param_bytes(block, tier, schedule.update, hardware.unified))
         for tier in allowed.states if block.trainable else ():

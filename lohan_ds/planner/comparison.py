@@ -50,8 +50,7 @@ def compare(file: PlanFile, summaries: Sequence[StepSummary], memory_bytes: Mapp
             rows.append(Row(f"  of that waiting: {cause}", None, stalled_s))
     rows += [Row(text, predicted.moved_bytes[name], fmean(summary.nbytes[name] for summary in summaries), True)
              for name, text in MOVED.items() if not (unified and name in ("h2d", "d2h"))]
-    rows += [Row(f"{tier} memory" + ", the whole process's" * (unified and tier == "host"),
-                 predicted.memory_bytes[tier], nbytes, True) for tier, nbytes in memory_bytes.items()]
+    rows += [Row(f"{tier} memory", predicted.memory_bytes[tier], nbytes, True) for tier, nbytes in memory_bytes.items()]
     return [row for row in rows if row.predicted or row.measured]
 
 

@@ -35,7 +35,7 @@ class BlockClass:
     state_bytes: int                 # of one block: 12 per element of a 16-bit block, 0 where frozen
     trainable: bool
     num_uses: int                    # units that need one block: each fetches it in forward and in backward
-    may_stay_on_device: bool         # False where the parameters are the master that the CPU updates (fp32)
+    is_master: bool                  # the parameters are what the CPU updates (fp32): they never stay on the device
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _block_classes(model: ModelProfile) -> tuple[BlockClass, ...]:
         known = classes.get(key)
         classes[key] = replace(known, blocks=(*known.blocks, block.index)) if known else BlockClass(
             block.name, (block.index,), block.numel, block.param_bytes, block.state_bytes, block.trainable,
-            uses[block.index], block.has_separate_master or not block.trainable)
+            uses[block.index], block.trainable and not block.has_separate_master)
     return tuple(classes.values())
 
 

@@ -74,7 +74,7 @@ def param_traffic(block: BlockClass, tier: ParamTier) -> StepTraffic:
     """Of one block's parameters: the terms 2P of equations (2) and (5), and the gradients' 2P.
 
     Those that stay on the device are not fetched; what the CPU updated goes up once per step. On the SSD they are
-    read for every fetch and written once per step.
+    read for every fetch, and for the update where they are the master, and written once per step.
     """
     gradient = PhaseTraffic(gradient_d2h_bytes=block.param_bytes * block.trainable)
     if tier == "device":
@@ -84,7 +84,8 @@ def param_traffic(block: BlockClass, tier: ParamTier) -> StepTraffic:
     on_ssd = tier == "ssd"
     fetch = PhaseTraffic(param_h2d_bytes=fetched_bytes, param_read_bytes=fetched_bytes * on_ssd)
     return StepTraffic(fetch, fetch + gradient,
-                       PhaseTraffic(param_write_bytes=block.param_bytes * block.trainable * on_ssd))
+                       PhaseTraffic(param_read_bytes=block.param_bytes * block.is_master * on_ssd,
+                                    param_write_bytes=block.param_bytes * block.trainable * on_ssd))
 
 
 def state_traffic(block: BlockClass, tier: StateTier) -> StepTraffic:

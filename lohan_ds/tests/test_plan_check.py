@@ -1,4 +1,4 @@
-"""A plan against what its run measures: the table, the drift of a link, and what is planned anew. Nothing has a clock."""
+"""A plan against what its run measures: the table, a link's drift, and what is planned anew. Nothing has a clock."""
 from __future__ import annotations
 
 from dataclasses import replace
