@@ -104,7 +104,9 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
         return RatedPlan(plan, None, None, "a plan by speed found no room, so bytes alone decide")
     if config.update is None and better.update == "deferred":
         better = with_shadow_slots(size, better, budgets)
-    return RatedPlan(with_read_ahead(size, better, budgets), file, profile, remark)
+    left_over = with_read_ahead(size, better, budgets).num_read_ahead_chunks
+    better = replace(better, num_read_ahead_chunks=max(better.num_read_ahead_chunks, left_over))
+    return RatedPlan(better, file, profile, remark)
 
 
 def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts) -> tuple[ModelProfile | None, str]:

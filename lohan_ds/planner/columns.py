@@ -9,10 +9,11 @@ from lohan_ds.planner import footprint
 from lohan_ds.planner.footprint import TierBytes
 from lohan_ds.planner.placement import ActivationTier, ModelGroups, ParamTier, Placement, StateTier
 from lohan_ds.planner.time_model import Schedule
-from lohan_ds.planner.traffic import StepTraffic, activation_traffic, param_traffic, state_traffic
+from lohan_ds.planner.traffic import (StepTraffic, activation_traffic, param_traffic, read_ahead_traffic,
+                                      state_traffic)
 from lohan_ds.profile import HardwareProfile
 
-Kind = Literal["params", "states", "activations"]
+Kind = Literal["params", "states", "read_ahead", "activations"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Column:
 def columns_of(groups: ModelGroups, hardware: HardwareProfile, schedule: Schedule,
                allowed: AllowedTiers) -> list[Column]:
     """Every count the program chooses; tiers that the machine lacks have none."""
-    return [*_block_columns(groups, hardware, schedule, allowed), *_item_columns(groups, hardware, allowed)]
+    return [*_block_columns(groups, hardware, schedule, allowed), *_read_ahead_columns(groups, hardware, schedule),
+            *_item_columns(groups, hardware, allowed)]
 
 
 def _block_columns(groups: ModelGroups, hardware: HardwareProfile, schedule: Schedule,
@@ -53,6 +55,16 @@ def _block_columns(groups: ModelGroups, hardware: HardwareProfile, schedule: Sch
             if _has(hardware, tier):
                 yield Column("states", index, tier, size, state_traffic(block, tier),
                              footprint.state_bytes(block, tier, schedule.update))
+
+
+def _read_ahead_columns(groups: ModelGroups, hardware: HardwareProfile, schedule: Schedule) -> Iterator[Column]:
+    """Chunks, not blocks. Only in the last micro-step of a step, so with accumulation it is left out."""
+    if schedule.update == "deferred" and schedule.accumulation == 1 and _has(hardware, "ssd"):
+        nbytes = footprint.read_ahead_bytes(groups.blocks)
+        for index, block in enumerate(groups.blocks):
+            if block.state_bytes:
+                yield Column("read_ahead", index, "ssd", len(block.blocks) * block.num_chunks,
+                             read_ahead_traffic(block), nbytes)
 
 
 def _item_columns(groups: ModelGroups, hardware: HardwareProfile, allowed: AllowedTiers) -> Iterator[Column]:
@@ -77,8 +89,9 @@ def placement_of(groups: ModelGroups, columns: Sequence[Column], counts: Sequenc
     """The counts as a placement."""
     placed: dict[Kind, list[dict[str, int]]] = {
         "params": [{} for _ in groups.blocks], "states": [{} for _ in groups.blocks],
-        "activations": [{} for _ in groups.items]}
+        "read_ahead": [{} for _ in groups.blocks], "activations": [{} for _ in groups.items]}
     for column, count in zip(columns, counts):
         if count:
             placed[column.kind][column.class_index][column.tier] = count
-    return Placement(*(tuple(placed[kind]) for kind in ("params", "states", "activations")))
+    return Placement(*(tuple(placed[kind]) for kind in ("params", "states", "activations")),
+                     tuple(counts.get("ssd", 0) for counts in placed["read_ahead"]))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lohan_ds.planner.memory_model import format_bytes
-from lohan_ds.planner.page_text import RESOURCES, rate_text, seconds_text, text_table
 from lohan_ds.planner.plan_file import PlanFile, Predicted
+from lohan_ds.planner.text import RESOURCES, rate_text, seconds_text, text_table
 from lohan_ds.profile import MemoryTier
 from lohan_ds.step_summary import STALL_CAUSES, StepSummary
 

@@ -63,6 +63,11 @@ def state_bytes(block: BlockClass, tier: StateTier, update: UpdateOrder) -> Tier
     return at(tier, block.state_bytes, False).times(2 if update in WITH_SHADOW else 1)
 
 
+def read_ahead_bytes(blocks: Iterable[BlockClass]) -> TierBytes:
+    """Of the buffer of one chunk that is read ahead: all are of the size that the largest needs."""
+    return TierBytes(host=max((block.chunk_buffer_bytes for block in blocks if block.trainable), default=0))
+
+
 def activation_bytes(item: ItemClass, tier: ActivationTier, unified: bool) -> TierBytes:
     """Of one saved item between forward and backward. Recomputed ones are in the running unit's bytes only."""
     if tier == "recompute":
@@ -124,6 +129,7 @@ def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrd
     for item, counts in zip(groups.items, placement.activations):
         for tier, count in counts.items():
             activations += activation_bytes(item, tier, unified).times(count)
+    ahead = read_ahead_bytes(groups.blocks).times(sum(placement.read_ahead))
     swapped = [item for item, counts in zip(groups.items, placement.activations)
                if counts.get("host", 0) + counts.get("ssd", 0)]
     in_flight = max((in_flight_bytes(item for item in swapped if item.unit_class == unit_class)
@@ -132,6 +138,7 @@ def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrd
     slots = " (two slots of what is trained)" if update in WITH_SHADOW else ""
     items = []
     for what, total in ((f"parameters{slots}", params), (f"optimizer state{slots}", states),
+                        (f"state read ahead ({sum(placement.read_ahead)} chunks)", ahead),
                         ("saved activations", activations),
                         ("activations on their way", at("device", in_flight, unified)),
                         ("buffers of activations to and from the SSD", at("host", spill, unified))):

@@ -3,7 +3,7 @@
 Columns are counts, columns.py. A count's coefficients are the seconds and bytes of a single part, so no formula of
 the time or memory model stands here a second time. Rows:
 
-    counts      per class, the counts add up to its size
+    counts      per class, the counts add up to its size; chunks read ahead are of state on the SSD
     time        per group of overlapping phases and resource r:  sum of seconds_r <= seconds of the group
     memory      per tier:  sum of bytes <= budget
     in flight   a switch (0 or 1) per item class: is any of it swapped; the unit with most in flight counts
@@ -60,6 +60,7 @@ class LinearProgram:
         self._by_phase = {phase: np.array([tuple(vars(seconds[phase]).values()) for seconds in each]).T / self._unit_s
                           for phase in base}
         self._add_count_rows()
+        self._add_read_ahead_rows()
         self._add_stored_rows(allowed)
         self._time_terms = self._add_time_rows()
         self._memory_rows = self._add_memory_rows()
@@ -83,7 +84,8 @@ class LinearProgram:
         for number, column in enumerate(self.columns):
             moved = column.traffic.of_step(self._schedule.accumulation)
             remade_bytes = self._groups.items[column.class_index].nbytes if column.tier == "recompute" else 0
-            busy_bytes = moved.h2d_bytes + moved.d2h_bytes + remade_bytes
+            held_bytes = column.nbytes.host if column.kind == "read_ahead" else 0
+            busy_bytes = moved.h2d_bytes + moved.d2h_bytes + remade_bytes + held_bytes
             weights.append((number, (moved.ssd_write_bytes + MOVED_BYTES_WEIGHT * busy_bytes) / BYTES_UNIT))
         limit = (dict(self._time_terms), -math.inf, seconds / self._unit_s)
         return self._counts(self._solve(weights, [limit], relative_gap=1e-3, time_limit_s=time_limit_s))
@@ -144,9 +146,19 @@ class LinearProgram:
             members = [n for n, column in enumerate(self.columns) if (column.kind, column.class_index) == key]
             self._add_row(((number, 1.0) for number in members), size, size)
 
+    def _add_read_ahead_rows(self) -> None:
+        """Only what lies on the SSD is read ahead."""
+        on_ssd = {column.class_index: number for number, column in enumerate(self.columns)
+                  if (column.kind, column.tier) == ("states", "ssd")}
+        for number, column in enumerate(self.columns):
+            if column.kind == "read_ahead":
+                chunks = self._groups.blocks[column.class_index].num_chunks
+                states = [(on_ssd[column.class_index], -float(chunks))] if column.class_index in on_ssd else []
+                self._add_row([(number, 1.0), *states], -math.inf, 0.0)
+
     def _add_stored_rows(self, allowed: AllowedTiers) -> None:
         for number, column in enumerate(self.columns):
-            if allowed.stored is not None and column.kind != "activations":
+            if allowed.stored is not None and column.kind in ("params", "states"):
                 count = getattr(allowed.stored, column.kind)[column.class_index].get(column.tier, 0)
                 self._add_row([(number, 1.0)], count, count)
 

@@ -96,10 +96,10 @@ def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:
     """Of one chunk buffer of the update; 0 when no trained block is on SSD."""
     on_ssd = [b for b in model.blocks if b.trainable and "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
-    return max((_chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
+    return max((chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
 
 
-def _chunk_record_bytes(block: Block, chunk_numel: int) -> int:
+def chunk_record_bytes(block: Block, chunk_numel: int) -> int:
     """Bytes of the largest chunk's state arrays and params, as read from and written to the SSD."""
     numel = min(chunk_numel, block.numel)
     return (round_up(numel * 4 * len(block.state_kinds), IO_ALIGN_BYTES)

@@ -6,15 +6,14 @@ from textwrap import wrap
 
 from lohan_ds.planner.memory_model import format_bytes
 from lohan_ds.planner.page import ActivationLine, BlockShare, Page, StepFacts, TierUse, Variant
+from lohan_ds.planner.text import RESOURCES, rate_text, seconds_text, text_table
 
 WIDTH = 100             # characters
 BAR_WIDTH = 30
-RESOURCES = {"device": "compute", "h2d": "to device", "d2h": "from device", "ssd": "SSD", "cpu": "CPU update",
-             "fetch": "fetching"}   # as `ResourceSeconds` names them
 POLICIES = {"keep": "kept on the device", "host": "swapped to the host", "ssd": "swapped to the SSD",
             "recompute": "recomputed"}
 TIME_MODEL = ("Seconds are what the busiest resource of each phase takes, without latency and without the filling and "
-              "draining of pipelines, and without the optimizer state that a deferred update reads ahead in backward.")
+              "draining of pipelines.")
 PLACEMENT = ("Parameters and optimizer state lie on the host or the SSD, as the runtime carries it out today; "
              "--device-parameters plans with parameters that stay on the device too.")
 DEVICE_PARAMETERS = "Parameters may stay on the device in this plan. The runtime does not carry that out yet."
@@ -138,20 +137,6 @@ def _variant(variant: Variant, change: str) -> tuple[str, str, str, str]:
     if variant.step_s is None:
         return change, "", "", variant.reason
     return change, seconds_text(variant.step_s), rate_text(variant.tokens_per_s), f"x {variant.factor:.2f}"
-
-
-def text_table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(alignments))]
-    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths)).rstrip()
-            for row in rows]
-
-
-def seconds_text(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
-
-
-def rate_text(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def _count(count: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lohan_ds.planner.memory_model import chunk_record_bytes
 from lohan_ds.profile import ModelProfile
 
 ParamTier = Literal["device", "host", "ssd"]
@@ -34,6 +35,8 @@ class BlockClass:
     param_bytes: int                 # of one block, as the device needs them
     state_bytes: int                 # of one block: 12 per element of a 16-bit block, 0 where frozen
     trainable: bool
+    num_chunks: int                  # of one block
+    chunk_buffer_bytes: int          # that the update of its largest chunk takes
     num_uses: int                    # units that need one block: each fetches it in forward and in backward
     is_master: bool                  # the parameters are what the CPU updates (fp32): they never stay on the device
 
@@ -71,6 +74,7 @@ class Placement:
     params: tuple[Mapping[ParamTier, int], ...]           # by block class
     states: tuple[Mapping[StateTier, int], ...]           # by block class; empty where frozen
     activations: tuple[Mapping[ActivationTier, int], ...]  # by item class
+    read_ahead: tuple[int, ...] = ()                      # by block class: chunks of state on SSD read in backward
 
 
 def group(model: ModelProfile) -> ModelGroups:
@@ -90,7 +94,8 @@ def _block_classes(model: ModelProfile) -> tuple[BlockClass, ...]:
         known = classes.get(key)
         classes[key] = replace(known, blocks=(*known.blocks, block.index)) if known else BlockClass(
             block.name, (block.index,), block.numel, block.param_bytes, block.state_bytes, block.trainable,
-            uses[block.index], block.trainable and not block.has_separate_master)
+            -(-block.numel // block.chunk_numel), chunk_record_bytes(block, block.chunk_numel), uses[block.index],
+            block.trainable and not block.has_separate_master)
     return tuple(classes.values())
 
 

@@ -44,6 +44,7 @@ def lay_out(solution: Solution, model: ModelProfile, hardware: HardwareProfile, 
                                  optimizer_state=states.get(block.index))
                 for name, block in zip(block_names(blocks), blocks)},
         activations=_units_entries(model.units, item_tiers(groups.items, placement.activations)),
+        read_ahead_chunks=sum(placement.read_ahead) if is_known and schedule.update == "deferred" else None,
         running_unit_bytes=max(sum(item.nbytes for item in unit.items) + unit.output_bytes + unit.workspace_bytes
                                for unit in model.units))
     return file.model_copy(update={"predicted": _predicted(solution, file.decisions_key)})

@@ -288,7 +288,7 @@ def _num_read_ahead_chunks(model: ModelSize, plan: OffloadPlan, budgets: Budgets
     on_ssd = [block for block in model.blocks if block.trainable and plan.state_tier[block.index] == "ssd"]
     if plan.update == "serial" or not on_ssd:
         return 0
-    used_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
+    used_bytes = total_bytes(needs(model, replace(plan, num_read_ahead_chunks=0), budgets.unified))["host"]
     free_bytes = LUXURY_HOST_SHARE[budgets.unified] * budgets.host_bytes - used_bytes
     num_chunks = sum(-(-block.numel // plan.chunk_numel) for block in on_ssd)
     return max(0, min(num_chunks, int(free_bytes // buffer_bytes)))

@@ -95,6 +95,12 @@ def state_traffic(block: BlockClass, tier: StateTier) -> StepTraffic:
                                            update_params=block.numel))
 
 
+def read_ahead_traffic(block: BlockClass) -> StepTraffic:
+    """Of one chunk of state that a deferred update finds read already: a read that moves from update to backward."""
+    nbytes = block.state_bytes // block.num_chunks
+    return StepTraffic(backward=PhaseTraffic(state_read_bytes=nbytes), update=PhaseTraffic(state_read_bytes=-nbytes))
+
+
 def activation_traffic(item: ItemClass, tier: ActivationTier) -> StepTraffic:
     """Of one item: A_G2M and alpha*A_G2M of equations (2) and (5), or its part of FLOP_r."""
     if tier == "keep":
@@ -128,6 +134,8 @@ def step_traffic(groups: ModelGroups, placement: Placement) -> StepTraffic:
             total += param_traffic(block, tier).times(count)
         for tier, count in states.items():
             total += state_traffic(block, tier).times(count)
+    for block, count in zip(groups.blocks, placement.read_ahead):
+        total += read_ahead_traffic(block).times(count)
     for item, counts in zip(groups.items, placement.activations):
         for tier, count in counts.items():
             total += activation_traffic(item, tier).times(count)
