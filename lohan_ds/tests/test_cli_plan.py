@@ -95,7 +95,7 @@ def test_175b_fits_with_enough_memory_and_says_what_is_missing_without(tmp_path)
 
 def test_more_memory_is_never_slower(profiled):
     words = ("--model-profile", profiled, "--hardware", BOX, "--micro-batch", 32)
-    for flag, sizes in (("--host-memory", ("6GB", "16GB", "64GiB")), ("--device-memory", ("10GB", "40GB"))):
+    for flag, sizes in (("--host-memory", ("6GB", "16GB", "64GiB")), ("--device-memory", ("11GB", "40GB"))):
         speeds = [page(*words, flag, size)["plan"]["tokens_per_s"] for size in sizes]
         assert all(more >= less * 0.995 for less, more in zip(speeds, speeds[1:])), (flag, speeds)
 
