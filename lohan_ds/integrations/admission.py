@@ -1,9 +1,11 @@
 """Refuses a Hugging Face model that does not fit before its weights are loaded."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -11,6 +13,16 @@ from lohan_ds.config import parse
 
 logger = logging.getLogger(__name__)
 _building = threading.local()
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Models that this thread builds meanwhile are nobody's to train."""
+    before, _building.active = getattr(_building, "active", False), True
+    try:
+        yield
+    finally:
+        _building.active = before
 
 
 def check_before_loading(model, config) -> None:
@@ -51,15 +63,13 @@ def _active_config():
 def _on_meta(model_class, config):
     """The model without memory, or None when it cannot be built from its config alone."""
     from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-    _building.active = True
     shutdown_init_context()
     try:
-        with torch.device("meta"):
+        with unchecked(), torch.device("meta"):
             return model_class(config)
     except Exception as error:  # noqa: BLE001 - the check at deepspeed.initialize remains
         logger.info("lohan could not size %s before loading it: %s", model_class.__name__, error)
         return None
     finally:
         restore_init_context()
-        _building.active = False
 

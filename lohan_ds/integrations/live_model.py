@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lohan_ds.errors import ConfigError
+from lohan_ds.integrations.admission import unchecked
 from lohan_ds.integrations.model_sources import example_inputs
 from lohan_ds.profile import ModelProfile
 from lohan_ds.profiler.model import profile_model
@@ -25,7 +26,7 @@ def profile_live(model: nn.Module, micro_batch: int, sequence_length: int, devic
         raise ConfigError(f"{name} has gradient checkpointing switched on, which decides about its activations")
     try:
         from transformers.initialization import no_init_weights
-        with torch.device("meta"), no_init_weights():
+        with unchecked(), torch.device("meta"), no_init_weights():
             twin = type(model)(copy.deepcopy(model.config))
         twin.tie_weights()
         live = dict(model.named_parameters())
