@@ -663,7 +663,7 @@ def test_policies_change_between_steps_and_not_under_a_graph(tmp_path, before):
     expected = gradients_of(model, model)
     with swapping(model, {"layers.1": before}, [tmp_path]) as swapped:
         swapper = swapped.swapper
-        other = [(("", "recompute"), ("down", "swap_ssd")) if policies.name == "layers.2" else ()
+        other = [(("", "recompute"), ("up", "swap_ssd")) if policies.name == "layers.2" else ()
                  for policies in swapper.policies]
         loss = loss_of(swapped, lm_batch(64))   # a graph that needs the old ones
         table = swapper.table()
