@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say: the folder `ops/` is installed as the package `lohan_ds.ops`, and operators may be
 built at install, as DeepSpeed's are:
 
-    DS_BUILD_LOHAN_CPU_ADAM=1 DS_BUILD_LOHAN_GRAD_ACCUMULATE=1 pip install --no-build-isolation .
+    DS_BUILD_LOHAN_CPU_ADAM=1 DS_BUILD_LOHAN_GRAD_ACCUMULATE=1 DS_BUILD_LOHAN_GRAD_PACK=1 \\
+        pip install --no-build-isolation .
 """
 
 import importlib.util

@@ -10,9 +10,9 @@ import tempfile
 import threading
 from collections.abc import Iterable
 
-from integration_tests.crashes import NUM_STEPS, Reference, Sweep, reopen, ssd_paths
+from integration_tests.crashes import NUM_STEPS, Mode, Reference, Sweep, reopen, ssd_paths
 from lohan_ds.store.ssd_io import ThreadSsdIo
-from lohan_ds.testing.durable_training import durable_training, tiny_blocks
+from lohan_ds.testing.durable_training import tiny_blocks
 
 
 class KillingIo(ThreadSsdIo):
@@ -35,17 +35,17 @@ class KillingIo(ThreadSsdIo):
         return super()._pwrite(fd, view, offset)
 
 
-def _train_until_killed(paths: list[str], update: str, after_bytes: int, delay_s: float, progress) -> None:
+def _train_until_killed(paths: list[str], mode: Mode, after_bytes: int, delay_s: float, progress) -> None:
     """In a process of its own. `progress`: (step begun, last durable one), shared."""
     logging.disable(logging.WARNING)
-    with durable_training(paths, update, KillingIo(2, after_bytes, delay_s)) as training:
+    with mode.training(paths, KillingIo(2, after_bytes, delay_s)) as training:
         while training.step < NUM_STEPS:
             progress[:] = training.step + 1, training.store.last_commit[0]
             training.run(training.step + 1)
         training.finish()
 
 
-def kill_processes(folder: str, update: str, reference: Reference, seeds: Iterable[int], sweep: Sweep) -> None:
+def kill_processes(folder: str, mode: Mode, reference: Reference, seeds: Iterable[int], sweep: Sweep) -> None:
     """A process per seed, killed after a drawn number of bytes, first values included, or a little later."""
     context = multiprocessing.get_context("forkserver")   # imports once, with one thread: from there it can be forked
     context.set_forkserver_preload([__name__])
@@ -55,7 +55,7 @@ def kill_processes(folder: str, update: str, reference: Reference, seeds: Iterab
         after_bytes, delay_s = draw.randrange(total_bytes), draw.choice([0.0, draw.uniform(0, 0.02)])
         with tempfile.TemporaryDirectory(dir=folder) as run_folder:
             paths, progress = ssd_paths(run_folder), context.RawArray("i", [0, -1])
-            process = context.Process(target=_train_until_killed, args=(paths, update, after_bytes, delay_s, progress))
+            process = context.Process(target=_train_until_killed, args=(paths, mode, after_bytes, delay_s, progress))
             process.start()
             process.join(60)
             if process.exitcode != -signal.SIGKILL:   # 0: it ended sooner
@@ -63,5 +63,5 @@ def kill_processes(folder: str, update: str, reference: Reference, seeds: Iterab
                 continue
             started, durable = progress
             sweep.hits["SIGKILL of a process" + (" before its first commit" if durable < 0 else "")] += 1
-            reopen(paths, update, reference, started, durable, f"{update}, SIGKILL after {after_bytes} bytes and "
-                                                               f"{delay_s:.4f} s, seed {seed}", sweep)
+            reopen(paths, mode, reference, started, durable, f"{mode.name}, SIGKILL after {after_bytes} bytes and "
+                                                             f"{delay_s:.4f} s, seed {seed}", sweep)

@@ -28,10 +28,11 @@ import lohan_ds.store
 
 assert lohan_ds.ops.__file__.startswith(sys.argv[1]) and lohan_ds.__file__.startswith(sys.argv[1]), lohan_ds.__file__
 assert (Path(lohan_ds.ops.__file__).parent / "csrc/cpu_adam/loop.h").exists()
+assert (Path(lohan_ds.ops.__file__).parent / "csrc/grad_pack/kernel.cu").exists()
 assert (Path(lohan_ds.__file__).parent / "planner/machines/rtx4090-128gb-2ssd.json").exists()
 (wheel,) = distributions(name="lohan_ds", path=[sys.argv[1] + "/site"])
 assert {entry.group for entry in wheel.entry_points} == {"torch.backends", "console_scripts"}
 PY
 )
 
-python -m pytest -q --durations=10 lohan_ds/tests integration_tests "$@"
+python -m pytest -q -rs --durations=10 lohan_ds/tests integration_tests "$@"

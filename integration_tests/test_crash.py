@@ -11,16 +11,17 @@ import time
 
 import pytest
 
-from integration_tests.crashes import Sweep, crash, fast_folder, make_reference, ssd_paths
+from integration_tests.crashes import MODES, PHASES, READ_AHEAD, Sweep, crash, fast_folder, make_reference, ssd_paths
 from integration_tests.failing_drives import KINDS, fail_drives
 from integration_tests.killed_training import kill_processes
 from lohan_ds.errors import StepError
 from lohan_ds.store.block_order import BlockOrder
+from lohan_ds.store.commits import Commits
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.durable_training import durable_training
 from lohan_ds.work import Work
 
-NUM_CRASHES = 2   # of every kind of event
+NUM_CRASHES = 2   # in every phase
 SEED = 20240501
 
 
@@ -32,44 +33,54 @@ def folder():
 
 @pytest.fixture(scope="module")
 def references(folder):
-    """By update mode."""
-    return {update: make_reference(folder, update) for update in ("eager", "deferred")}
+    """By mode."""
+    return {name: make_reference(folder, mode) for name, mode in MODES.items()}
 
 
 def sampled_events(events, num_crashes, seed=SEED):
-    """Events of every kind, drawn, as (number, seed)."""
+    """Events of every kind, drawn, as ((kind, number), seed)."""
     draw = random.Random(seed)
-    by_kind = collections.defaultdict(list)
-    for number, event in enumerate(events):
-        by_kind[event].append(number)
-    return [(draw.choice(numbers), draw.randrange(10**6)) for numbers in by_kind.values() for _ in range(num_crashes)]
+    return [((kind, draw.randrange(count)), draw.randrange(10**6))
+            for kind, count in collections.Counter(events).items() for _ in range(num_crashes)]
 
 
-@pytest.mark.parametrize("update", ["eager", "deferred"])
-def test_no_crash_loses_more_than_the_steps_under_way(folder, references, update):
-    reference, sweep = references[update], Sweep()
-    for at_event, seed in sampled_events(reference.events, NUM_CRASHES):
-        crash(folder, update, reference, at_event, seed, sweep)
-    print(f"{update}, drawn with seed {SEED}: {sweep}")
+@pytest.mark.parametrize("name", MODES)
+def test_no_crash_loses_more_than_the_steps_under_way(folder, references, name):
+    mode, reference, sweep = MODES[name], references[name], Sweep()
+    for at, seed in sampled_events(reference.events, NUM_CRASHES):
+        if not crash(folder, mode, reference, at, seed, sweep):   # how many there are of a kind differs
+            crash(folder, mode, reference, (at[0], 0), seed, sweep)
+    for seed in range(NUM_CRASHES):
+        crash(folder, mode, reference, random.Random(seed).randrange(reference.bytes_written), seed, sweep)
+    print(f"{name}, drawn with seed {SEED}, bytes with seeds 0 to {NUM_CRASHES - 1}: {sweep}")
     assert not sweep.losses
-    kinds = {"data sync", "details write", "record write", "record rename", "directory sync", "slot reuse",
-             "write trailing"} | ({"write in backward"} if update == "eager" else set())
-    assert kinds <= sweep.hits.keys()
+    luck = ["trailing update under the next backward", *([READ_AHEAD] if name == "eager" else [])]
+    sweep.hits.update(dict.fromkeys(luck, NUM_CRASHES))
+    assert not sweep.check_phases(mode, NUM_CRASHES)
+
+
+def test_a_phase_that_was_not_hit_or_cannot_be_is_a_problem(references):
+    sweep = Sweep(hits=collections.Counter(dict.fromkeys(PHASES, 20)))
+    assert not sweep.check_phases(MODES["deferred"], 20)
+    sweep.hits["data sync"] -= 1
+    sweep.seen = collections.Counter(references["eager"].events)
+    problems = sweep.check_phases(MODES["deferred"], 20)
+    assert "'data sync' hit 19 times" in problems[0] and "'update in backward' cannot be" in problems[1]
 
 
 def test_killed_processes_lose_no_more(tmp_path, references):
     sweep = Sweep()
-    kill_processes(str(tmp_path), "eager", references["eager"], range(4), sweep)
+    kill_processes(str(tmp_path), MODES["eager"], references["eager"], range(4), sweep)
     print(f"seeds 0 to 3: {sweep}")
     assert not sweep.losses and sweep.hits
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("update", ["eager", "deferred"])
-def test_failing_drives_end_training_with_an_error_that_says_where(folder, references, update):
+@pytest.mark.parametrize("name", ["eager", "read-ahead"])
+def test_failing_drives_end_training_with_an_error_that_says_where(folder, references, name):
     sweep = Sweep()
-    fail_drives(folder, update, references[update], range(3 * len(KINDS)), sweep)
-    print(f"{update}, seeds 0 to {3 * len(KINDS) - 1}: {sweep}")
+    fail_drives(folder, MODES[name], references[name], range(3 * len(KINDS)), sweep)
+    print(f"{name}, seeds 0 to {3 * len(KINDS) - 1}: {sweep}")
     assert not sweep.losses
 
 
@@ -118,27 +129,31 @@ def test_a_failure_reaches_a_block_that_is_due_again_before_its_last_publication
         second.join()
 
 
-# What each of them would be without:
+# What each of them would be without, in which mode:
 RULES = {
-    "none is left out": (ThreadSsdIo, "sync", ThreadSsdIo.sync),
-    "data is synced before the record": (ThreadSsdIo, "sync", lambda self, files: Work.completed()),
+    "none is left out": ("eager", ThreadSsdIo, "sync", ThreadSsdIo.sync),
+    "data is synced before the record": ("eager", ThreadSsdIo, "sync", lambda self, files: Work.completed()),
     "no write enters a slot before the record that retires it": (
-        BlockOrder, "_announce", lambda self, commit, may_write, real=BlockOrder._announce: real(self, None, None)),
+        "eager", BlockOrder, "_announce",
+        lambda self, commit, may_write, real=BlockOrder._announce: real(self, None, None)),
     "a record waits for the updates that it is of": (
-        BlockOrder, "published", lambda self: Work.completed(self.current_slot())),
+        "eager", BlockOrder, "published", lambda self: Work.completed(self.current_slot())),
+    "what is changed in place is marked before": (
+        "in_place", Commits, "mark_dirty", lambda self: Work.completed()),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sweep_finds_a_rule_that_is_not_kept(folder, references, rule, monkeypatch):
-    monkeypatch.setattr(*RULES[rule])
-    sweep = Sweep()
-    crashes = [crash for crash in sampled_events(references["eager"].events, 12)
-               if references["eager"].events[crash[0]] not in ("manifest write", "write of first values")]
+    name, *change = RULES[rule]
+    monkeypatch.setattr(*change)
+    mode, reference, sweep = MODES[name], references[name], Sweep()
+    crashes = [(at, seed) for at, seed in sampled_events(reference.events, 12)
+               if at[0] not in ("manifest write", "write of first values")]
     random.Random(SEED).shuffle(crashes)
-    for at_event, seed in crashes[:3] if rule == "none is left out" else crashes:
+    for at, seed in crashes[:3] if rule == "none is left out" else crashes:
         try:
-            crash(folder, "eager", references["eager"], at_event, seed, sweep)
+            crash(folder, mode, reference, at, seed, sweep)
         except AssertionError as error:   # of the training itself
             sweep.losses.append(repr(error))
         if sweep.losses:

@@ -56,7 +56,8 @@ def report(job: dict) -> dict:
 
 
 def losses_of(rows: list[dict], first_step: int = 0) -> list[tuple]:
-    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("learning_rate"), r.get("eval_loss")) for r in rows
+    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("learning_rate"), r.get("eval_loss"),
+             r.get("eval_accuracy")) for r in rows
             if r["step"] > first_step]
 
 
@@ -80,16 +81,20 @@ def trainer_runs(tmp_path_factory):
             "lohan": {"model": model, "ds_config": ds_config(tmp_path), "out": str(tmp_path / "lohan")}}
     jobs["resumed"] = {**jobs["lohan"], "out": str(tmp_path / "resumed"),
                        "resume": str(tmp_path / "lohan" / "checkpoint-3")}
+    jobs["tiled"] = {**jobs["lohan"], "ds_config": ds_config(tmp_path, loss_tile_tokens=8),
+                     "out": str(tmp_path / "tiled")}
     run([sys.executable, JOBS / "trainer_job.py"], jobs["plain"])
+    run([sys.executable, JOBS / "trainer_job.py"], jobs["tiled"])
     run([*launcher, JOBS / "trainer_job.py"], jobs["lohan"])
     run([sys.executable, JOBS / "trainer_job.py"], jobs["resumed"])
     return tmp_path, jobs
 
 
-def test_trainer_logs_equal_plain_zero3(trainer_runs):
-    """Loss, grad_norm and learning rate, for clip 1.0 and accumulation 4 (D46)."""
+@pytest.mark.parametrize("name", ["lohan", "tiled"])
+def test_trainer_logs_equal_plain_zero3(trainer_runs, name):
+    """Loss, grad_norm and learning rate, for clip 1.0 and accumulation 4 (D46); loss and metrics of evaluation."""
     _, jobs = trainer_runs
-    plain, lohan = report(jobs["plain"]), report(jobs["lohan"])
+    plain, lohan = report(jobs["plain"]), report(jobs[name])
     assert (plain["engine"], lohan["engine"]) == ("DeepSpeedEngine", "LohanEngine")
     assert lohan["num_parameters"] == tiny_llama(tied=True, vocab_size=129).num_parameters()  # D60; plain says 448
     assert len(lohan["log"]) == len(plain["log"]) >= 8
@@ -143,6 +148,33 @@ def test_accelerate(tmp_path, in_code):
     assert got["engine"] == "LohanEngine"
     assert got["losses"] == pytest.approx(plain_losses(make()), rel=1e-5)
     assert torch.equal(logits_of(tmp_path / "out" / "final"), torch.load(tmp_path / "out" / "logits.pt"))
+
+
+WITHOUT_CONFIG = """
+import json, sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from lohan_ds.testing.harness import init_one_rank
+from lohan_ds.testing.models import OddModel, lm_batch
+init_one_rank()
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json.loads(sys.argv[1])))
+model = OddModel()
+engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+accelerator.backward(engine(**lm_batch(131)))
+optimizer.step()
+print("RESULT", type(engine).__name__, engine.get_global_grad_norm())
+"""
+
+
+def test_automatic_bucket_sizes_need_no_hidden_size(tmp_path):
+    """D08: what lohan ignores is not worked out from a config that a plain module has not."""
+    config = {**ds_config(tmp_path), "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2,
+              "gradient_accumulation_steps": 1}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CONFIG, json.dumps(config)], env=fresh_environment(),
+                          capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    name, norm = done.stdout.split("RESULT ")[1].split()[:2]
+    assert name == "LohanEngine" and float(norm) > 0
 
 
 def plain_losses(model) -> list[float]:

@@ -23,6 +23,7 @@ from lohan_ds.cli_profile import DTYPES, TrainingDtype, progress_of
 if TYPE_CHECKING:   # scipy and pydantic take a second to import, too long for --help
     from lohan_ds.planner.machines import Machine
     from lohan_ds.planner.page import Page
+    from lohan_ds.profile import HardwareProfile
     from lohan_ds.profiler.model_file import ModelFile
 
 DEFAULT_SEQUENCE_LENGTH = 1024
@@ -45,6 +46,9 @@ def plan_command(
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
     dtype: Annotated[TrainingDtype | None, typer.Option(help="Data type that the model trains in. Default: "
                                                         "bf16.")] = None,
+    loss_tile_tokens: Annotated[int | None, typer.Option(min=0, help="As the key of the \"lohan\" section: tokens at a "
+                                                         "time for head and loss, 0 for never. Default: as the run "
+                                                         "decides.")] = None,
     no_clipping: Annotated[bool, typer.Option("--no-clipping", help="gradient_clipping is off: updates may begin in "
                                               "backward.")] = False,
     device_parameters: Annotated[bool, typer.Option("--device-parameters", help="Plan with parameters that stay on the "
@@ -68,6 +72,8 @@ def plan_command(
     """
     if (model is None) == (model_profile is None):
         raise typer.BadParameter("name a model with either --model or --model-profile", param_hint="--model")
+    if model_profile is not None and loss_tile_tokens is not None:
+        raise typer.BadParameter("is decided when a model is profiled: use --model", param_hint="--loss-tile-tokens")
     if hardware is not None and ssd_path:
         raise typer.BadParameter("is of this machine; a machine of --hardware has its own", param_hint="--ssd-path")
     if save_plan is not None and device_parameters:
@@ -90,7 +96,8 @@ def plan_command(
             device_type = "cpu" if machine.profile.unified else "cuda"
             if file is None:
                 file, remarks = _profiled(model, micro_batch or 1, seq or DEFAULT_SEQUENCE_LENGTH,
-                                          dtype or TrainingDtype.bf16, device_type)
+                                          dtype or TrainingDtype.bf16, device_type, loss_tile_tokens,
+                                          machine.profile)
             else:
                 remarks = [] if file.device_type == device_type else [f"The model was profiled for {file.device_type}."]
             if save_model_profile is not None:
@@ -99,7 +106,8 @@ def plan_command(
             profile = with_micro_batch(file.profile, micro_batch or file.profile.micro_batch)
             request = Request(Batch(profile.micro_batch, accumulation), not no_clipping, device_parameters)
             outlook = look_ahead(profile, machine.profile, machine.num_ssds, request)
-            page = make_page(file.name, profile, machine, outlook, [*notes, f"Attention: {file.attention}.", *remarks])
+            assumed = [f"Attention: {file.attention}."] + ([f"Head and loss: {file.loss}."] if file.loss else [])
+            page = make_page(file.name, profile, machine, outlook, [*notes, *assumed, *remarks])
             if save_plan is not None and outlook.solution is not None:
                 from lohan_ds.planner.plan_file import save_plan as write_plan
                 from lohan_ds.planner.plan_layout import lay_out
@@ -150,7 +158,8 @@ def _with_limits(machine: Machine, host_memory: str | None, device_memory: str |
 
 
 def _profiled(path: Path, micro_batch: int, sequence_length: int, dtype: TrainingDtype,
-              device_type: str) -> tuple[ModelFile, list[str]]:
+              device_type: str, loss_tile_tokens: int | None,
+              hardware: HardwareProfile) -> tuple[ModelFile, list[str]]:
     """The model of a config, and what to say about it."""
     import torch
 
@@ -159,15 +168,16 @@ def _profiled(path: Path, micro_batch: int, sequence_length: int, dtype: Trainin
     from lohan_ds.profiler.model_file import ModelFile
     source = model_from(path, micro_batch, sequence_length, getattr(torch, DTYPES[dtype]))
     profile, report = profile_model(source.model, source.inputs, micro_batch, sequence_length, device_type,
-                                    source.loss_of)
+                                    source.loss_of, loss_tile_tokens=loss_tile_tokens,
+                                    device_bytes=hardware.host_bytes if hardware.unified else hardware.device_bytes)
     remarks = []
     longest = getattr(getattr(source.model, "config", None), "max_position_embeddings", None)
     if "input_ids" not in source.inputs:
         remarks = ["The model takes no tokens: a sequence is one sample of the size in its config."]
     elif isinstance(longest, int) and sequence_length > longest:
         remarks = [f"The model is made for at most {longest} tokens per sequence."]
-    return (ModelFile(name=source.description, device_type=device_type, attention=report.attention, profile=profile),
-            remarks)
+    return (ModelFile(name=source.description, device_type=device_type, attention=report.attention, loss=report.loss,
+                      profile=profile), remarks)
 
 
 def _read(path: Path, sequence_length: int | None, dtype: TrainingDtype | None) -> ModelFile:

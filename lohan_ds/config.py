@@ -17,7 +17,8 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from lohan_ds.config_checks import check_ds_config, ignored_keys, is_automatic, is_off, refuse_unknown, translate
+from lohan_ds.config_checks import (IGNORED_ZERO_KEYS, check_ds_config, ignored_keys, is_automatic, is_off,
+                                    refuse_unknown, translate)
 from lohan_ds.errors import ConfigError
 from lohan_ds.run_name import is_run_name
 
@@ -105,6 +106,13 @@ class LohanConfig(pydantic.BaseModel):
     activation_space: int | None = _setting("size", "none")
     """Bytes on the host or on all `ssd_paths` together for `activations` "host" or "ssd". What does not fit is kept."""
 
+    loss_tile_tokens: int | None = Field(None, ge=0, json_schema_extra={
+        "what": "tokens, or 0 for never", "automatic": "512 where logits take more than 1/16 of the device memory"})
+    """Tokens at a time for which a Hugging Face language model that is given labels computes its head and loss, so that
+    the logits of a batch never exist as a whole. Costs a third of the head's compute and rounds differently, so runs
+    with the same bits need the same number. `outputs.logits` are computed when looked at. By default only for batches
+    whose logits, fp32 logits and their gradient together are large for `device_memory`, or all the memory it has."""
+
     prefetch_depth: int | None = Field(None, ge=0, json_schema_extra={"what": "units", "automatic": "2"})
     """Units (layers) fetched ahead of the one that computes. By default 2: one in transfer, one ready. More needs
     more device memory; 0 fetches each when it is needed."""
@@ -154,7 +162,8 @@ class LohanConfig(pydantic.BaseModel):
                               'they have a unit, like "24GB"')
         return nbytes
 
-    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "sequence_length", mode="before")
+    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "loss_tile_tokens", "sequence_length",
+                              mode="before")
     @classmethod
     def _no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
@@ -264,6 +273,9 @@ def effective_ds_config(ds_config: dict) -> dict:
     for name in ("offload_optimizer", "offload_param", "gather_16bit_weights_on_model_save",
                  "stage3_gather_fp16_weights_on_model_save"):  # the last two are other names of a key set below
         zero.pop(name, None)
+    for name in IGNORED_ZERO_KEYS:   # Accelerate would fill "auto" from config.hidden_size, which not every model has
+        if is_automatic(zero.get(name, 0)):
+            zero.pop(name)
     zero.update(stage=3, memory_efficient_linear=False, stage3_gather_16bit_weights_on_model_save=True)
     result["zero_optimization"] = zero
     result.pop("aio", None)

@@ -4,6 +4,7 @@ It only wires: everything users know of DeepSpeed's engine is inherited.
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -19,6 +20,7 @@ from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
+from lohan_ds.plan import LossTiles
 from lohan_ds.plan_sources import RunFacts
 from lohan_ds.planner.comparison import Row, prediction_text
 from lohan_ds.profile import ModelProfile
@@ -45,7 +47,7 @@ class LohanEngine(DeepSpeedEngine):
 
     Raises ConfigError or CapacityError before any parameter is moved.
     """
-    profile_live = None   # set by integrations: (model, micro-batch, sequence length, device type) -> ModelProfile
+    profile_live = None   # set by integrations: profile_live of live_model.py
 
     def __init__(self, *args, config=None, config_class=None, mpu=None, mesh_device=None, **kwargs):
         self.__dict__["offload"] = None
@@ -127,8 +129,8 @@ class LohanEngine(DeepSpeedEngine):
     def _run_facts(self) -> RunFacts:
         micro_batch, device_type = self.train_micro_batch_size_per_gpu(), torch.device(self.device).type
 
-        def profile_model(sequence_length: int) -> ModelProfile:
-            return self.profile_live(self.module, micro_batch, sequence_length, device_type)
+        def profile_model(sequence_length: int, tiles: LossTiles | None) -> ModelProfile:
+            return self.profile_live(self.module, micro_batch, sequence_length, device_type, tiles)
 
         return RunFacts(micro_batch, self.gradient_clipping() > 0, profile_model if self.profile_live else None)
 
@@ -147,15 +149,18 @@ class LohanEngine(DeepSpeedEngine):
 
     def _commit_step(self, checkpoint: str | None = None) -> None:
         """Between two steps; with `checkpoint` also inside of one, of which nothing counts yet."""
+        if self.offload is not None and self.offload.is_durable:
+            self._refuse_ended()
+            if checkpoint is None:
+                self._boundary_state = pack_state(self)
+            self.offload.commit(self.global_steps, self._boundary_state, checkpoint)
         self.optimizer.is_committed = True
-        if self.offload is None or not self.offload.is_durable:
-            return
-        if self.offload.has_ended:
+
+    def _refuse_ended(self) -> None:
+        """Before anything of a step happens that no commit would follow."""
+        if self.offload is not None and self.offload.has_ended:
             raise StepError("this run has ended, by destroy() or because Trainer loaded its best checkpoint; to train "
                             "on, start the script again")
-        if checkpoint is None:
-            self._boundary_state = pack_state(self)
-        self.offload.commit(self.global_steps, self._boundary_state, checkpoint)
 
     def end_run(self) -> None:
         """A run with a name stays at the step it has reached, whatever is loaded from now on; no step may follow.
@@ -172,23 +177,27 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is not None:
             for module in self.module.modules():
                 module._parameters._in_forward = False   # a released parameter fetches itself
+            if self.random_state is not None and self.module.training:
+                set_random_state(self.random_state)
         return modified
+
+    def _forward_epilogue(self):
+        super()._forward_epilogue()
+        if self.module.training:
+            self.random_state = None
 
     def forward(self, *inputs, **kwargs):
         if self.offload is None:
             return super().forward(*inputs, **kwargs)
-        goes_on = self.random_state is not None and self.module.training
-        if goes_on:
-            set_random_state(self.random_state)
         self._enter_phase("forward")
         try:
             with self.offload.streamer.saved_tensors_hooks():
-                output = super().forward(*inputs, **kwargs)
-            if goes_on:
-                self.random_state = None
-            return output
+                return super().forward(*inputs, **kwargs)
         except BaseException:
-            self.reset_step()
+            if torch.is_grad_enabled():
+                self.reset_step()
+            else:   # an evaluation: the step under way has nothing to do with it
+                self.offload.reset()
             raise
         finally:
             self._enter_phase("other")
@@ -198,6 +207,7 @@ class LohanEngine(DeepSpeedEngine):
             self.offload.recorder.phase(name)
 
     def _backward_prologue(self):   # of loss.backward() too
+        self._refuse_ended()
         self._enter_phase("backward")
         super()._backward_prologue()
 
@@ -208,6 +218,7 @@ class LohanEngine(DeepSpeedEngine):
     def step(self, *args, **kwargs):
         if self.offload is None:
             return super().step(*args, **kwargs)
+        self._refuse_ended()
         ends_step = self.is_gradient_accumulation_boundary()
         self._enter_phase("step")
         try:
@@ -312,7 +323,9 @@ class LohanEngine(DeepSpeedEngine):
             return load_dir, {}   # stands for this run, which is there already
         self.reset_step()   # what was accumulated belongs to the state that is replaced
         restore_replaced(load_dir)
-        result = super().load_checkpoint(load_dir, *args, **kwargs)
+        whole = contextlib.nullcontext() if self.offload is None else self.offload.as_a_whole("load_checkpoint()")
+        with whole:
+            result = super().load_checkpoint(load_dir, *args, **kwargs)
         if result[0] is not None and self.offload is not None and self.offload.is_durable:
             self.random_state = None
             if not self.offload.has_ended:

@@ -10,21 +10,22 @@ import resource
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from lohan_ds.block import Block
+from lohan_ds.block import Block, ParamSlot
 from lohan_ds.config import LohanConfig
 from lohan_ds.cpu_threads import num_update_threads
-from lohan_ds.errors import StepError, StoreError
+from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import values_of
 from lohan_ds.ops.loader import native
+from lohan_ds.plan import OffloadPlan
 from lohan_ds.plan_check import PlanCheck
 from lohan_ds.plan_sources import RunFacts
 from lohan_ds.planner.plan_file import PlanFile
@@ -37,8 +38,10 @@ from lohan_ds.runtime.gradient_pipeline import GradientPipeline
 from lohan_ds.runtime.param_streamer import ParamStreamer
 from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.saved_weights import WeightHooks
+from lohan_ds.runtime.staged_streams import StagedStreams
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
+from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
@@ -68,6 +71,7 @@ class Offload:
         self.run_plan = plan_run(model, config, group_of, accumulation, device, facts)
         self.model_blocks, self.plan, budgets = self.run_plan[:3]
         self.blocks = self.model_blocks.blocks
+        self._tiled_head = _tiled_head(model, self.plan, config)
         self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
         self.closers: list = []   # the last one first; none of them holds the model, and through it the engine, alive
         self.streamer: ParamStreamer | None = None
@@ -87,11 +91,11 @@ class Offload:
             raise
 
     def _build(self, config: LohanConfig, budgets: Budgets, streams: Streams, make_io, set_status) -> None:
-        self.streams = streams
         if streams.unified and config.host_memory:
             _give_large_tensors_back_when_freed()
         self.budget = MemoryBudget("host", budgets.host_bytes)
         self.pool = PinnedPool(self.budget, pin=device_needs_pinning(self.device))
+        self.streams = streams = streams if streams.unified else StagedStreams(streams, self.pool)
         self.closers += [self.pool.close, streams.close]
         if self.recorder is not None:
             streams.on_copy = self.recorder.copy_span
@@ -119,7 +123,7 @@ class Offload:
         for operator in ("cpu_adam", "grad_accumulate"):
             native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
-                                          num_update_threads(self.device, config.update_threads))
+                                          num_update_threads(self.device, config.update_threads), self.device)
         self.closers.append(self.gradients.close)
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))
@@ -128,11 +132,20 @@ class Offload:
                                       self.streams, self.device, self.plan.prefetch_depth, take_staging,
                                       self._on_edit, self.gradients.updater.check, set_status, self.recorder)
         self.streamer.attach()
+        if self._tiled_head is not None:
+            self._attach_tiled_head(self._tiled_head)
         if self.plan.activations.policies:
             self._attach_swapper(config)
         if self.is_durable:
-            self._finish = functools.partial(_finish, self.gradients.updater, self.store)
+            flush = weakref.WeakMethod(self.flush)
+            self._finish = functools.partial(_finish, self.gradients.updater, self.store, flush)
             self.closers.append(self._finish)
+
+    def _attach_tiled_head(self, tiled_head: TiledHead) -> None:
+        unit = next(index for index, unit in enumerate(self.model_blocks.units)
+                    if any(module is tiled_head.head for module in unit.module.modules()))
+        tiled_head.attach(functools.partial(self.streamer.run_in_unit, unit),
+                          functools.partial(self.streamer.weights_version, unit))
 
     def _attach_swapper(self, config: LohanConfig) -> None:
         swap, dirs = self.plan.activations, []
@@ -203,7 +216,9 @@ class Offload:
                 self.plan_check.end()
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
-            if self.swapper is not None:
+            if self._tiled_head is not None:
+                self.closers.append(self._tiled_head.detach)
+            if self.swapper is not None:   # wrapped last
                 self.closers.append(self.swapper.detach)
         close_all(self.closers)
 
@@ -221,14 +236,23 @@ class Offload:
         if checkpoint is not None:
             durable.wait()
 
+    @contextlib.contextmanager
+    def as_a_whole(self, what: str) -> Iterator[None]:
+        """For changes of values that belong together: if they are cut off after the first one, a run with a name ends
+        at its last commit, since what lies in the store then is of no step."""
+        before = self.store.num_edits
+        try:
+            yield
+        except BaseException as error:
+            if self.is_durable and self.store.num_edits != before:
+                self.gradients.updater.fail(StepError(f"{what} was cut off, the run ends at its last commit: "
+                                                      f"{error!r}"))
+            raise
+
     def end_run(self) -> None:
         """Makes all that was decided and edited durable; no later commit counts. Idempotent."""
         if self._finish in self.closers:
             self.closers.remove(self._finish)
-            try:
-                self.flush()
-            except (StoreError, StepError) as error:
-                logger.warning("the last edits of parameters are not kept: %s", error)
             self._finish()
 
     @property
@@ -263,26 +287,30 @@ class Offload:
             raise ValueError(f"{kind} of {info.name}: got {values.numel()} elements, needed {info.numel}")
         self.streamer.invalidate(block_index)
         self.gradients.updater.spoil(block_index, wait=True)
+        with self.as_a_whole(f"the change of {info.name}"):
+            self._write_arrays(block, info, kind, values)
+
+    def _write_arrays(self, block: Block, info: ParamSlot, kind: str, values: Tensor) -> None:
         values = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32)
         if kind == "param":
             kind, values = "master", values.to(getattr(torch, block.dtype)).float()
         if kind == "master":
+            self.store.write_array(block.index, "param", info.offset, values.to(getattr(torch, block.dtype)))
             if not block.trainable or not block.has_separate_master:
-                self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
                 return
-            self.store.write_array(block_index, "param", info.offset, values.to(getattr(torch, block.dtype)))
-        self.store.write_array(block_index, kind, info.offset, values)
+        self.store.write_array(block.index, kind, info.offset, values)
 
     def _on_edit(self, block_index: int, slot: int, values: Tensor) -> None:
         """User code changed a resident parameter. Where it did, the master follows; else it keeps its precision."""
         block = self.blocks[block_index]
         info = block.slots[slot]
         self.gradients.updater.spoil(block_index, wait=True)
-        if block.trainable and block.has_separate_master:
-            master = self._read(block_index, slot, "master").reshape(-1)
-            changed = master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
-            self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
-        self.store.write_array(block_index, "param", info.offset, values)
+        with self.as_a_whole(f"an edit of {info.name}"):
+            if block.trainable and block.has_separate_master:
+                master = self._read(block_index, slot, "master").reshape(-1)
+                changed = master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
+                self.store.write_array(block_index, "master", info.offset, torch.where(changed, values.float(), master))
+            self.store.write_array(block_index, "param", info.offset, values)
 
     def end_step(self, label: int) -> None:
         """For the recorder: step() of a step is over, which the user calls `label`."""
@@ -300,8 +328,30 @@ class Offload:
                 **(self.swapper.stats() if self.swapper is not None else {})}
 
 
-def _finish(updater: Updater, store: BlockStore) -> None:
-    """All that step() has decided becomes durable, unless something has failed: then what was committed stays."""
+def _tiled_head(model: nn.Module, plan: OffloadPlan, config: LohanConfig) -> TiledHead | None:
+    """Not attached yet. ConfigError if the user asked for it and the model cannot."""
+    try:
+        if plan.loss_tiles is not None:
+            return TiledHead(model, plan.loss_tiles)
+        if config.loss_tile_tokens != 0:
+            find_head(model)
+    except UnknownHead as error:
+        if config.loss_tile_tokens:
+            raise ConfigError(f"lohan.loss_tile_tokens: got {config.loss_tile_tokens}, but {error}; remove "
+                              "it") from None
+        if error.head is not None:
+            logger.warning("logits will be whole, not in tiles: %s", error)
+    return None
+
+
+def _finish(updater: Updater, store: BlockStore, flush: weakref.WeakMethod) -> None:
+    """All that step() has decided and the user has edited becomes durable, unless something has failed: then what was
+    committed stays."""
+    try:
+        if flush() is not None:
+            flush()()
+    except (StoreError, StepError) as error:
+        logger.warning("the last edits of parameters are not kept: %s", error)
     try:
         updater.drain()
         store.finish()

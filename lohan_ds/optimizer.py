@@ -144,7 +144,10 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.offload.gradients.updater.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are consumed by step(); what is left on parameters is dropped."""
+        """Drops the gradients of the step under way, also those held, of earlier micro-steps too."""
+        if self._step_is_open or self.offload.gradients.holds_any:
+            self._step_is_open = False
+            self.offload.gradients.drop()
         for members in self.offload.model_blocks.params:
             for param in members:
                 param.grad = None
@@ -188,11 +191,11 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             return
         coefficient = clip_coefficient(norm, self.clip_grad, scale)
         self.clip_history.append(coefficient != 1.0 / scale)
-        present = offload.gradients.present_slots()
-        for block_index in offload.gradients.decide(self._terms(coefficient)):
+        terms = self._terms(coefficient)
+        for block_index, slot in offload.gradients.present_slots():   # first: `decide` may wait, and be interrupted
+            self.steps[block_index, slot] += 1
             offload.streamer.block_changed(block_index)
-        for place in present:
-            self.steps[place] += 1
+        offload.gradients.decide(terms)
         offload.streamer.prefetch_first()
 
     def _refuse_unfrozen(self) -> None:
@@ -205,8 +208,6 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def reset_step(self) -> None:
         """After an exception in forward or backward: drops this step's gradients, as if it had not begun."""
         self.zero_grad()
-        self._step_is_open = False
-        self.offload.gradients.drop()
         self.offload.reset()
         self._backward_active_depth = 0
         self.clear_backward_seen_flag()

@@ -10,7 +10,7 @@ import torch
 
 from lohan_ds.config import LohanConfig
 from lohan_ds.errors import ConfigError
-from lohan_ds.plan import Durability, OffloadPlan
+from lohan_ds.plan import Durability, LossTiles, OffloadPlan
 from lohan_ds.planner.plan_file import PlanFile, block_names
 from lohan_ds.planner.plan_layout import offload_plan, tiers_used
 from lohan_ds.planner.search import LUXURY_HOST_SHARE, check_fits, fits, with_read_ahead, with_shadow_slots
@@ -21,17 +21,20 @@ class RunFacts(NamedTuple):
     """Of a training, beside model and config."""
     micro_batch: int           # sequences
     clips: bool                # gradients, by their global norm
-    profile_model: Callable[[int], ModelProfile] | None = None   # at a sequence length; ConfigError if it cannot
+    # At a sequence length, with the loss in such tiles or None; ConfigError if it cannot be told.
+    profile_model: Callable[[int, LossTiles | None], ModelProfile] | None = None
 
 
 def plan_from_file(given: PlanFile, config: LohanConfig, size: ModelSize, unit_names: Sequence[str], accumulation: int,
-                   facts: RunFacts | None, durability: Durability | None, budgets: Budgets) -> OffloadPlan:
+                   facts: RunFacts | None, durability: Durability | None, budgets: Budgets,
+                   tiles: LossTiles | None) -> OffloadPlan:
     """The plan of a file, checked against model, batch, config and budgets. `durability`: None if that is open.
 
     ConfigError or CapacityError, naming what it is that differs or lacks.
     """
     where = f"lohan.plan {config.plan}"
     plan = offload_plan(given, size.blocks, unit_names, accumulation, facts and facts.micro_batch, where)
+    plan = replace(plan, loss_tiles=tiles)
     if config.sequence_length is not None and given.sequence_length not in (None, config.sequence_length):
         raise ConfigError(f"{where}: the plan is for sequences of {given.sequence_length} tokens, "
                           f"lohan.sequence_length is {config.sequence_length}; plan again with --seq, or change one of "
@@ -92,7 +95,7 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
         flags = "".join(f" --ssd-path {path}" for path in config.ssd_paths)
         return RatedPlan(plan, None, None, f"this machine was not measured for {dtype} with these ssd_paths, so bytes "
                                            f"alone decide; for a plan by speed, block by block: lohan profile{flags}")
-    profile, remark = _profile(config, size, facts)
+    profile, remark = _profile(config, size, facts, plan.loss_tiles)
     if profile is None:
         profile = without_activations(size, unit_names)
     updates = (config.update,) if config.update else ("deferred",) if facts.clips else ("eager", "deferred")
@@ -100,6 +103,7 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
     file = automatic_plan(profile, _within(hardware, budgets, share), accumulation, updates, config.prefetch_depth,
                           "this run's model")
     better = None if file is None else offload_plan(file, size.blocks, unit_names, accumulation, None, "automatic plan")
+    better = better and replace(better, loss_tiles=plan.loss_tiles)
     if better is None or not fits(size, better, budgets):
         return RatedPlan(plan, None, None, "a plan by speed found no room, so bytes alone decide")
     if config.update is None and better.update == "deferred":
@@ -109,7 +113,8 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
     return RatedPlan(better, file, profile, remark)
 
 
-def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts) -> tuple[ModelProfile | None, str]:
+def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts,
+             tiles: LossTiles | None) -> tuple[ModelProfile | None, str]:
     """None, and a remark, if it cannot be told."""
     from lohan_ds.planner.automatic import same_blocks
     if config.sequence_length is None:
@@ -117,7 +122,7 @@ def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts) -> tuple[Mod
     if facts.profile_model is None:
         return None, "activations are not planned: nobody can tell what the model saves"
     try:
-        profile = same_blocks(facts.profile_model(config.sequence_length), size)
+        profile = same_blocks(facts.profile_model(config.sequence_length, tiles), size)
     except ConfigError as error:
         return None, f"activations are not planned: {error}"
     return profile, "" if profile else "activations are not planned: the model is not as its config builds it"

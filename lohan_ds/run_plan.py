@@ -15,12 +15,13 @@ from lohan_ds.config import LohanConfig
 from lohan_ds.errors import ConfigError
 from lohan_ds.memory.budget import available_host_bytes
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks, values_of
-from lohan_ds.plan import ActivationPlan, OffloadPlan
+from lohan_ds.plan import ActivationPlan, LossTiles, OffloadPlan, loss_tiles
 from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, plan_from_file
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
 from lohan_ds.planner.plan_file import PlanFile, load_plan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
 from lohan_ds.profile import Budgets, ModelProfile, ModelSize
+from lohan_ds.runtime.tiled_head import UnknownHead, find_head
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
 from lohan_ds.store.manifest import read_manifests
@@ -62,13 +63,14 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
     model_bytes = sum(p.nbytes for p in _tensors_in_memory(model_blocks))
     budgets = find_budgets(config, device, model_bytes, run_dirs if existing is not None else [])
-    size = model_size(model_blocks)
+    size, tiles = model_size(model_blocks), _loss_tiles(model, config, device)
     if given is not None:
-        plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets)
+        plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets,
+                              tiles)
         return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, model_bytes, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
-                          _activation_plan(config, model_blocks))
+                          _activation_plan(config, model_blocks), tiles)
     plan, _ = make_plan(size, request, budgets)
     model_blocks = _with_chunks(model_blocks, plan)
     if facts is None or not may_plan_by_rates(config, plan):
@@ -99,6 +101,28 @@ def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> Activati
     if config.activations == "ssd":
         return ActivationPlan(policies, ssd_bytes=space, num_buffers=NUM_SWAP_BUFFERS, buffer_bytes=SWAP_BUFFER_BYTES)
     return ActivationPlan(policies, host_bytes=space)
+
+
+def _loss_tiles(model: nn.Module, config: LohanConfig, device: torch.device) -> LossTiles | None:
+    """None too for a model without a head that can be computed in tiles."""
+    if config.loss_tile_tokens == 0:
+        return None
+    try:
+        _, head = find_head(model)
+    except UnknownHead:
+        return None
+    total_bytes = _total_device_bytes(config, device) if config.loss_tile_tokens is None else 0
+    return loss_tiles(config.loss_tile_tokens, total_bytes, head.out_features, head.in_features,
+                      head.weight.dtype.itemsize, head.weight.requires_grad)
+
+
+def _total_device_bytes(config: LohanConfig, device: torch.device) -> int:
+    """Not what is free just now: a run that is started again must round as before."""
+    if config.device_memory:
+        return config.device_memory
+    if device.type == "cpu":
+        return config.host_memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def find_budgets(config: LohanConfig, device: torch.device, model_bytes: int, own_dirs: Sequence[str] = ()) -> Budgets:

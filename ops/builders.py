@@ -3,8 +3,8 @@
     LohanOpBuilder.load()          the module: built at installation, else compiled now into TORCH_EXTENSIONS_DIR
     DS_BUILD_LOHAN_CPU_ADAM=1      while installing: build that operator then (setup.py)
 
-An operator is one C++ file that needs Python's and pybind11's headers but nothing of torch: it compiles in seconds and
-stays valid when torch is upgraded. nvcc is never asked.
+An operator needs Python's and pybind11's headers but nothing of torch: it compiles in seconds and stays valid when
+torch is upgraded. Those for the CPU are one C++ file and never ask nvcc; a `CudaBuilder` has a kernel besides.
 
 [Note: a lock that ends with its owner]
 torch marks a build under way by a file, `lock`, and waits without end while it exists: one `kill -9` during a build,
@@ -25,7 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.ops.op_builder.builder import OpBuilder
+import torch
+from deepspeed.ops.op_builder.builder import (CUDAOpBuilder, MissingCUDAException, OpBuilder,
+                                                  installed_cuda_version)
 
 _FOLDER = Path(__file__).resolve().parent
 _LOCK_TIMEOUT_S = 120.0     # another process's build takes seconds
@@ -99,7 +101,52 @@ class GradAccumulateBuilder(LohanOpBuilder):
     BUILD_VAR = "DS_BUILD_LOHAN_GRAD_ACCUMULATE"
 
 
-BUILDERS = {builder.OPERATOR: builder for builder in (CpuAdamBuilder, GradAccumulateBuilder)}
+class CudaBuilder(LohanOpBuilder, CUDAOpBuilder):
+    """An operator for an NVIDIA GPU, with csrc/<OPERATOR>/kernel.cu besides. At first use compiled for the GPUs that
+    are there; TORCH_CUDA_ARCH_LIST names others."""
+    INSTALL_ARCHS = "8.0;8.6;8.9;9.0"   # compiled for at installation, unless TORCH_CUDA_ARCH_LIST says otherwise
+
+    def sources(self) -> list[str]:
+        return [*super().sources(), f"csrc/{self.OPERATOR}/kernel.cu"]
+
+    def builder(self):
+        self.error_log = self._why_no_nvcc()   # DeepSpeed's would compile the kernel without it
+        if self.error_log is not None:
+            raise RuntimeError(f"{self.name} cannot be built: {self.error_log}")
+        return super().builder()
+
+    def kernel_args(self) -> list[str]:
+        """Of nvcc, for any GPU: no fused or approximate arithmetic."""
+        return ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler=-Wall,-Wextra"]
+
+    def nvcc_args(self) -> list[str]:
+        return [*self.kernel_args(),
+                *self.compute_capability_args(None if self.jit_mode else self.INSTALL_ARCHS)]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        self.error_log = "torch finds no NVIDIA GPU" if not torch.cuda.is_available() else self._why_no_nvcc()
+        return self.error_log is None and super().is_compatible(verbose)
+
+    @staticmethod
+    def _why_no_nvcc() -> str | None:
+        """None: there is one that fits torch."""
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA"
+        try:
+            major, minor = installed_cuda_version()
+        except MissingCUDAException as error:
+            return str(error)
+        if str(major) != torch.version.cuda.split(".")[0]:
+            return f"nvcc is of CUDA {major}.{minor}, torch of CUDA {torch.version.cuda}"
+        return None
+
+
+class GradPackBuilder(CudaBuilder):
+    OPERATOR = "grad_pack"
+    BUILD_VAR = "DS_BUILD_LOHAN_GRAD_PACK"
+
+
+BUILDERS = {builder.OPERATOR: builder for builder in (CpuAdamBuilder, GradAccumulateBuilder, GradPackBuilder)}
 
 
 @contextlib.contextmanager

@@ -71,15 +71,20 @@ def accumulate_twin_(target: Tensor, grad: Tensor, add: bool, sums: bool) -> lis
 
 def sums_of_squares_twin(flat: Tensor) -> list[float]:
     """flat: (numel,) fp32, bf16 or fp16. By torch."""
-    parts: list[float] = []
+    return segment_sums(flat).tolist()
+
+
+def segment_sums(flat: Tensor) -> Tensor:
+    """(segments,) fp64, on the device of `flat`, as `sums_of_squares_twin`."""
+    parts = [torch.empty(0, dtype=torch.float64, device=flat.device)]
     with torch.no_grad():
         for piece in flat.split(_BLOCK_NUMEL):
             num_segments = -(-piece.numel() // SEGMENT_NUMEL)
-            squares = torch.zeros(num_segments * SEGMENT_NUMEL, dtype=torch.float64)
+            squares = torch.zeros(num_segments * SEGMENT_NUMEL, dtype=torch.float64, device=flat.device)
             squares[:piece.numel()].copy_(piece).square_()
             rows = _folded(squares.view(-1, _ROW_NUMEL))
-            parts += _folded(rows.view(-1, SEGMENT_NUMEL // _ROW_NUMEL)).tolist()
-    return parts
+            parts.append(_folded(rows.view(-1, SEGMENT_NUMEL // _ROW_NUMEL)))
+    return torch.cat(parts)
 
 
 def _folded(rows: Tensor) -> Tensor:

@@ -8,9 +8,13 @@ import threading
 from types import ModuleType
 
 logger = logging.getLogger(__name__)
-_SLOWER = {
-    "cpu_adam": "The update runs in plain torch",
-    "grad_accumulate": "Gradients are added and their norm is taken in plain torch, in more passes over memory",
+_COMPILER = "a C++17 compiler (CXX), ninja and Python's headers"
+_WITHOUT = {   # operator: what is slower then, what it needs
+    "cpu_adam": ("The update runs in plain torch", _COMPILER),
+    "grad_accumulate": ("Gradients are added and their norm is taken in plain torch, in more passes over memory",
+                        _COMPILER),
+    "grad_pack": ("Gradients leave the GPU one by one and the CPU takes their norm",
+                  f"an nvcc of torch's CUDA version (CUDA_HOME), {_COMPILER}"),
 }
 _lock = threading.Lock()     # one build at a time; the second caller waits for the first one's result
 
@@ -33,10 +37,10 @@ def _load(operator: str) -> ModuleType | None:
         from .builders import BUILDERS
         return BUILDERS[operator]().load()
     except Exception as error:  # noqa: BLE001 - whatever it was, there is a fallback
+        slower, needed = _WITHOUT[operator]
         logger.warning("lohan_ds: the native operator %s could not be built (%s). %s: same results, slower. To have "
-                       "it, install a C++17 compiler (CXX=%s now), ninja and Python's headers; to hide this, set "
-                       "LOHAN_DS_NATIVE_OPS=0", operator, _reason(error), _SLOWER[operator],
-                       os.environ.get("CXX", "c++"))
+                       "it, install %s; to hide this, set LOHAN_DS_NATIVE_OPS=0", operator, _reason(error), slower,
+                       needed)
         return None
 
 

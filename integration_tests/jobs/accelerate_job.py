@@ -7,6 +7,9 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from transformers import AutoModelForCausalLM
 
+from deepspeed.ops import __compatible_ops__  # noqa: E402 - after what a user imports
+
+__compatible_ops__["deepspeed_shm_comm"] = False   # else it is compiled: a collective of ranks, of which there is one
 job = json.loads(sys.argv[-1])
 plugin = DeepSpeedPlugin(hf_ds_config=job["ds_config"]) if job.get("in_code") else None
 accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)

@@ -5,6 +5,7 @@ import json
 import deepspeed
 import torch
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False   # else it is compiled, for ranks that are not there
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--zero-init", action="store_true")

@@ -7,6 +7,9 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from deepspeed.ops import __compatible_ops__  # noqa: E402 - after what a user imports
+
+__compatible_ops__["deepspeed_shm_comm"] = False   # else it is compiled: a collective of ranks, of which there is one
 job = json.loads(sys.argv[-1])
 
 
@@ -27,6 +30,14 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def best_tokens(logits, labels):
+    return logits.argmax(-1)
+
+
+def accuracy(predicted):
+    return {"accuracy": float((predicted.predictions[:, :-1] == predicted.label_ids[:, 1:]).mean())}
+
+
 arguments = TrainingArguments(
     output_dir=job["out"], deepspeed=job["ds_config"], per_device_train_batch_size=2, gradient_accumulation_steps=4,
     max_steps=6, save_steps=3, eval_steps=3, eval_strategy="steps", logging_steps=1, learning_rate=1e-3,
@@ -35,12 +46,13 @@ arguments = TrainingArguments(
     load_best_model_at_end=job.get("best", False), greater_is_better=True if job.get("best") else None)
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
 trainer = Trainer(model=model, args=arguments, train_dataset=Batches(),
-                  eval_dataset=torch.utils.data.Subset(Batches(), range(4)))
+                  eval_dataset=torch.utils.data.Subset(Batches(), range(4)), compute_metrics=accuracy,
+                  preprocess_logits_for_metrics=best_tokens)
 if "kill_at" in job:
     trainer.add_callback(KillAt())
 trainer.train(resume_from_checkpoint=job.get("resume"))
 trainer.save_model(job["out"] + "/final")
-kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
 with open(job["out"] + "/report.json", "w") as file:
     json.dump({"engine": type(trainer.model_wrapped).__name__, "num_parameters": trainer.model.num_parameters(),
                "log": [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]}, file)

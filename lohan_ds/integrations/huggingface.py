@@ -51,6 +51,7 @@ def patch_trainer(module) -> None:
         if not self.is_deepspeed_enabled:
             return train(self, resume_from_checkpoint, *args, **kwargs)
         from lohan_ds.integrations import resuming
+        resuming.refuse_second_training(self)
         with resuming.run_as_checkpoint(self, resume_from_checkpoint) as checkpoint:
             return train(self, checkpoint, *args, **kwargs)
 

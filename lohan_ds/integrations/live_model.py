@@ -9,12 +9,15 @@ from torch import nn
 from lohan_ds.errors import ConfigError
 from lohan_ds.integrations.admission import unchecked
 from lohan_ds.integrations.model_sources import example_inputs
+from lohan_ds.plan import WHOLE_LOGITS_SHARE, LossTiles
 from lohan_ds.profile import ModelProfile
 from lohan_ds.profiler.model import profile_model
 
 
-def profile_live(model: nn.Module, micro_batch: int, sequence_length: int, device_type: str) -> ModelProfile:
+def profile_live(model: nn.Module, micro_batch: int, sequence_length: int, device_type: str,
+                 tiles: LossTiles | None = None) -> ModelProfile:
     """`model` is only looked at: its class, config, mode, and the dtypes and `requires_grad` of its parameters.
+    `tiles`: those of the run's loss; None: its logits are always whole.
 
     ConfigError if it is not of transformers, computes its activations again by itself, or cannot be profiled.
     """
@@ -38,4 +41,8 @@ def profile_live(model: nn.Module, micro_batch: int, sequence_length: int, devic
     twin.train(model.training)
     dtype = next(twin.parameters()).dtype
     inputs = example_inputs(twin, micro_batch, sequence_length, dtype)
-    return profile_model(twin, inputs, micro_batch, sequence_length, device_type)[0]
+    if tiles is None:
+        return profile_model(twin, inputs, micro_batch, sequence_length, device_type)[0]
+    device_bytes = int(tiles.whole_logits_bytes / WHOLE_LOGITS_SHARE)
+    return profile_model(twin, inputs, micro_batch, sequence_length, device_type, device_bytes=device_bytes,
+                         loss_tile_tokens=None if tiles.is_automatic else tiles.tile_tokens)[0]

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from lohan_ds.config import LohanConfig, parse
-from lohan_ds.errors import ConfigError
+from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.run_state import RUN_MARK
 from lohan_ds.store.commits import committed_step
 from lohan_ds.store.filenames import named_run_dirs
@@ -52,6 +52,14 @@ def run_as_checkpoint(trainer: Any, given: str | bool | None) -> Iterator[str | 
         with open(os.path.join(folder, RUN_MARK), "w") as file:
             file.write(str(step))
         yield folder
+
+
+def refuse_second_training(trainer: Any) -> None:
+    """Trainer destroys its engine when it trains again, and the model's values with it. StepError."""
+    if getattr(trainer.model_wrapped, "offload", None) is not None:
+        raise StepError("this Trainer has trained already, and train() would destroy the engine that holds its model. "
+                        "Save the model (save_model) and make a new Trainer from it, or, with lohan.run_name, start "
+                        "the script again")
 
 
 def is_run(checkpoint: str) -> bool:

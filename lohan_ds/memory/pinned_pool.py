@@ -6,6 +6,7 @@ its own anonymous mapping, rounded up to 4096 bytes: 1.125 MB costs 1.125 MB. Th
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -19,6 +20,8 @@ from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.work import Work
 
 PAGE_BYTES = 4096
+NUM_STAGING = 4   # two for each direction
+_LARGEST_STAGING_BYTES, _SMALLEST_STAGING_BYTES = 16 << 20, 1 << 18   # of each
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +29,17 @@ logger = logging.getLogger(__name__)
 class PinnedPool:
     """Hands out page-aligned host buffers and charges them to a budget.
 
+    When CUDA refuses to pin one (a low `ulimit -l`, or WSL2, which pins little), this is said once, later buffers are
+    not pinned, and the pool pins a few small ones, `staging`, through which copies pass: see runtime/staged_streams.py.
+
     Any thread. The pool owns the promise (budget) and the pinning; the memory itself lives until the last tensor
-    that looks at it is gone. `budget` is fixed after construction, the rest is under `_lock`.
+    that looks at it is gone. `budget` is fixed after construction, the rest is under `_lock`, which is not held while
+    memory is being pinned.
     """
 
     def __init__(self, budget: MemoryBudget, pin: bool):
         self.budget = budget
+        self.staging: BufferRing | None = None   # NUM_STAGING pinned buffers, once one could not be pinned
         self._lock = threading.Lock()
         self._pin = pin and torch.cuda.is_available()
         self._closed = False
@@ -43,6 +51,13 @@ class PinnedPool:
         `what` names it in the CapacityError that is raised when the budget or the machine lacks the bytes. The
         caller owns it until `free`. The budget is charged `nbytes` rounded up to 4096 (at least one page).
         """
+        buffer, code = self._alloc(nbytes, what, self._pin)
+        if code:
+            self._stop_pinning(nbytes, code)
+        return buffer
+
+    def _alloc(self, nbytes: int, what: str, pin: bool) -> tuple[torch.Tensor, int]:
+        """The buffer, and the CUDA error that it is not pinned for, or 0."""
         mapped_bytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         self.budget.charge(mapped_bytes, what)
         try:
@@ -53,12 +68,13 @@ class PinnedPool:
                                 f"{error}") from error
         buffer = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
         address = buffer.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, mapped_bytes, 0)) if pin else 0
         with self._lock:
+            self._buffers[address] = (mapping, mapped_bytes, pin and code == 0)
             if self._closed:
-                self.budget.release(mapped_bytes)
+                self._drop(address)
                 raise StepError(f"{self.budget.name}: buffer for {what} asked of a closed pool")
-            self._buffers[address] = (mapping, mapped_bytes, self._pin and self._register(address, mapped_bytes))
-        return buffer[:nbytes]
+        return buffer[:nbytes], code
 
     def free(self, tensor: torch.Tensor) -> None:
         """Takes back what `alloc` returned (or any view of it). No copy to or from it may be in flight."""
@@ -80,25 +96,56 @@ class PinnedPool:
         """Whether buffers are pinned: asked for, CUDA is there, and no registration has failed so far."""
         return self._pin
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a buffer of this pool that is pinned."""
+        with self._lock:
+            return self._buffers.get(tensor.untyped_storage().data_ptr(), (None, 0, False))[2]
+
     def _drop(self, address: int) -> None:
         _, mapped_bytes, pinned = self._buffers.pop(address)
         if pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self.budget.release(mapped_bytes)
 
-    def _register(self, address: int, mapped_bytes: int) -> bool:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, mapped_bytes, 0))
-        if code == 0:
-            return True
-        self._pin = False
-        logger.warning("%s: cudaHostRegister of %d bytes failed with CUDA error %d; going on with unpinned buffers, "
-                       "copies to the device will be slower (is `ulimit -l` too low?)",
-                       self.budget.name, mapped_bytes, code)
+    def _stop_pinning(self, nbytes: int, code: int) -> None:
+        with self._lock:
+            if not self._pin:
+                return   # another thread has said it
+            self._pin = False
+        self.staging = self._pinned_staging()
+        if self.staging is None:
+            how = "none smaller could be pinned either: copies will hold up the device"
+        else:
+            how = f"copies pass through {NUM_STAGING} pinned buffers of {self.staging.nbytes} bytes, which is slower"
+        logger.warning("%s: cudaHostRegister of %d bytes failed with CUDA error %d (is `ulimit -l` too low? WSL2 pins "
+                       "little). Host buffers are not pinned from now on; %s", self.budget.name, nbytes, code, how)
         try:  # CUDA would report the failed call again at the next kernel launch: let it be this one
             torch.zeros(1, device="cuda")
         except RuntimeError:
             pass
-        return False
+
+    def _pinned_staging(self) -> BufferRing | None:
+        nbytes = _LARGEST_STAGING_BYTES
+        while nbytes >= _SMALLEST_STAGING_BYTES:
+            with contextlib.suppress(CapacityError):
+                return BufferRing(_Pinned(self), NUM_STAGING, nbytes, "pinned staging buffer")
+            nbytes //= 2
+        return None
+
+
+class _Pinned:
+    """A pool's buffers, pinned or none."""
+
+    def __init__(self, pool: PinnedPool):
+        self._pool = pool
+        self.free = pool.free
+
+    def alloc(self, nbytes: int, what: str) -> torch.Tensor:
+        buffer, code = self._pool._alloc(nbytes, what, pin=True)
+        if code:
+            self.free(buffer)
+            raise CapacityError(f"{what}: {nbytes} bytes cannot be pinned, CUDA error {code}")
+        return buffer
 
 
 class BufferRing:
@@ -108,7 +155,7 @@ class BufferRing:
     while waiting.
     """
 
-    def __init__(self, pool: PinnedPool, count: int, nbytes: int, what: str):
+    def __init__(self, pool: PinnedPool | _Pinned, count: int, nbytes: int, what: str):
         """Allocates all buffers at once: CapacityError (and none kept) if they do not fit."""
         self.count = count
         self.nbytes = nbytes

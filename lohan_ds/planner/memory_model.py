@@ -4,17 +4,18 @@ Not here: the user's own data, and activations unless the plan knows them: those
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
-(4 layers), device 1.6 GB of resident layers and 0.2 GB of gradients on their way. Shadow slots: 90.7 GB more.
+(4 layers), device 1.6 GB of resident layers and 0.4 GB of gradients on their way. Shadow slots: 90.7 GB more.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lohan_ds.block import DTYPE_BYTES, Block, round_up
-from lohan_ds.plan import OffloadPlan
+from lohan_ds.plan import NUM_GRADIENT_SUM_BUFFERS, OffloadPlan, gradient_staging_bytes
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 
 IO_ALIGN_BYTES = 4096
+NORM_SEGMENT_NUMEL = 16384   # elements for each sum of squares, as in ops/grad_accumulate.py
 MEMORY_TIERS: tuple[MemoryTier, ...] = ("host", "device", "ssd")
 NOT_INCLUDED = "Not included: activations, logits and your own data; leave room for them in host and device memory."
 DATA_NOT_INCLUDED = "Not included: your own data and libraries; leave room for them in host and device memory."
@@ -36,7 +37,7 @@ def needs(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Need]:
     rebuilt. Grows with `prefetch_depth`, `chunk_numel` and `shadow`, never shrinks; the search relies on that.
     """
     items = [*_at_rest(model, plan), *_for_store(model, plan), *_for_update(model, plan),
-             *_for_compute(model, plan, unified), *_for_activations(plan, unified)]
+             *_for_compute(model, plan, unified), *_for_activations(plan, unified), *_for_loss(plan, unified)]
     return [item for item in items if item.nbytes > 0]
 
 
@@ -93,6 +94,13 @@ def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
             Need("ssd", "swapped activations", swap.ssd_bytes), Need(device, DEVICE_ACTIVATIONS, swap.device_bytes)]
 
 
+def _for_loss(plan: OffloadPlan, unified: bool) -> list[Need]:
+    """Of a loss that is always computed in tiles. Whole logits depend on the batch."""
+    tiles = plan.loss_tiles
+    nbytes = 0 if tiles is None or tiles.is_automatic else tiles.workspace_bytes
+    return [Need("host" if unified else "device", "loss: one tile's logits, fp32 gradient of the head", nbytes)]
+
+
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:
     """Of one chunk buffer of the update; 0 when no trained block is on SSD."""
     on_ssd = [b for b in model.blocks if b.trainable and "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
@@ -111,7 +119,8 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
 
     Resident at once: the unit that computes, `prefetch_depth` ahead of it, 1 behind; never more than the whole
     model, because units may share blocks. A gradient exists twice on a separate device (one being produced, one
-    being copied to the host), once where the memory is the host's.
+    being copied to the host), once where the memory is the host's. Where gradients are not accumulated, small ones
+    are packed there: some are waiting, two buffers are on their way.
     """
     device: MemoryTier = "host" if unified else "device"
     num_resident = plan.prefetch_depth + 2
@@ -120,8 +129,14 @@ def _for_compute(model: ModelSize, plan: OffloadPlan, unified: bool) -> list[Nee
     grad_bytes = model.largest_param_numel * max((DTYPE_BYTES[b.dtype] for b in model.blocks if b.trainable), default=0)
     staging = 0 if unified else num_resident * max(b.param_bytes for b in model.blocks)
     grad_staging = 0 if unified or not grad_bytes else 2 * model.largest_param_numel * 4
+    packing = 0 if unified or plan.accumulate_fp32 else gradient_staging_bytes(model.blocks)
+    num_sums = max((sum(-(-slot.numel // NORM_SEGMENT_NUMEL) for slot in b.slots) for b in model.blocks
+                    if b.trainable), default=0)
+    sums_bytes = NUM_GRADIENT_SUM_BUFFERS * round_up(8 * num_sums, IO_ALIGN_BYTES)
     return [Need("host", f"staging buffers ({num_resident} blocks)", staging),
             Need("host", "staging buffers (2 gradients)", grad_staging),
+            Need("host", "sums of squares of packed gradients", sums_bytes if packing else 0),
+            Need(device, "gradients being packed (3 buffers)", 3 * packing),
             Need(device, f"resident parameters ({num_resident} units)", resident),
             Need(device, "gradients of the largest parameter", grad_bytes * (1 if unified else 2))]
 

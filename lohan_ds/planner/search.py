@@ -15,7 +15,7 @@ from itertools import chain, combinations, product
 from lohan_ds.block import PAGE_NUMEL, Block, chunk_numel_for
 from lohan_ds.config import AUTOMATIC
 from lohan_ds.errors import CapacityError
-from lohan_ds.plan import ActivationPlan, Durability, OffloadPlan, Tier, UpdateMode
+from lohan_ds.plan import ActivationPlan, Durability, LossTiles, OffloadPlan, Tier, UpdateMode
 from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, table, total_bytes,
                                             update_buffer_bytes)
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
@@ -62,6 +62,7 @@ class PlanRequest:
     accumulation: int             # micro-steps per step; more than 1 holds gradients in fp32
     durability: Durability | None = "none"   # None: shadow if it fits, else in_place; both keep every tier on SSD
     activations: ActivationPlan = ActivationPlan()
+    loss_tiles: LossTiles | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,14 @@ def plan_table(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> str:
                 f"chunk_bytes {plan.chunk_numel * STATE_BYTES_PER_NUMEL}, "
                 f"gradients held in {'fp32' if plan.accumulate_fp32 else 'the parameters dtype'}, "
                 f"{DURABILITIES[plan.durability]}")
+    if plan.loss_tiles is not None:
+        headline += f", {_told(plan.loss_tiles)}"
     return f"{headline}\n{table(needs(model, plan, budgets.unified), budgets)}"
+
+
+def _told(tiles: LossTiles) -> str:
+    which = "" if not tiles.is_automatic else f" where logits take more than {format_bytes(tiles.whole_logits_bytes)}"
+    return f"head and loss in tiles of {tiles.tile_tokens} tokens{which}"
 
 
 def cheapest_change(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple[Change, ...]:
@@ -181,6 +189,7 @@ class _Space:
     updates: tuple[UpdateMode, ...]   # "eager" comes with shadow slots
     durabilities: tuple[Durability, ...]   # "shadow" too; "in_place" has none
     activations: ActivationPlan            # as the request says
+    loss_tiles: LossTiles | None           # likewise
 
     def plans(self, num_blocks: int) -> Iterator[OffloadPlan]:
         """Every plan, best first; tiers are tried before smaller chunks and less prefetch."""
@@ -194,7 +203,7 @@ class _Space:
             yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, update, self.depths[depth],
                               self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate],
                               shadow=update == "eager" or durability == "shadow",
-                              activations=self.activations, durability=durability)
+                              activations=self.activations, durability=durability, loss_tiles=self.loss_tiles)
 
     def smallest(self) -> _Space:
         """Without the choices that only cost memory: needs grow with depth, chunk size and shadow slots."""
@@ -215,7 +224,7 @@ def _space(request: PlanRequest, with_ssd: bool) -> _Space:
         accumulate_fp32=(request.accumulation > 1,),
         updates=("deferred",) if request.update in (None, "auto") else (request.update,),
         durabilities=("shadow", "in_place") if request.durability is None else (request.durability,),
-        activations=request.activations)
+        activations=request.activations, loss_tiles=request.loss_tiles)
 
 
 def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Space:

@@ -23,6 +23,7 @@ class ModelFile(BaseModel):
     name: str                # of the model, for people
     device_type: str         # whose attention kernels were assumed: "cuda" or "cpu"
     attention: str           # what was assumed of them, for people
+    loss: str = ""           # how head and loss are computed, for people
     profile: ModelProfile
 
     @model_validator(mode="after")

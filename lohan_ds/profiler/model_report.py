@@ -21,6 +21,7 @@ class ModelReport:
     device_type: str
     num_fused_attention: int     # calls in the units that ran
     num_unfused_attention: int
+    loss: str                    # how it is computed, for people; "" of a model without a head that is known
 
     @property
     def attention(self) -> str:

@@ -25,13 +25,17 @@ from lohan_ds.profiler.op_trace import OpTrace, Place
 from lohan_ds.profiler.recompute import flops_to_make
 from lohan_ds.profiler.unit_record import (InputOutput, ItemRecord, Section, TensorOutput, UnitRecord, UnitTally,
                                            empty_output)
+from lohan_ds.runtime.lazy_logits import LazyLogits
 from lohan_ds.runtime.param_streamer import Unit
+from lohan_ds.runtime.tiled_head import TiledHead
 
 
 class UnitRuns:
     """One model, one thread. `run` once; then `tallies` and `ledger` have an entry for every unit."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], trace: OpTrace):
+    def __init__(self, model: nn.Module, units: Sequence[Unit], trace: OpTrace, tiled_head: TiledHead | None = None):
+        """`tiled_head`: of the model, not attached yet."""
+        self._tiled_head = tiled_head
         self._model, self._units, self._trace = model, units, trace
         self._anchor = make_anchor()
         self.paths = ModulePaths(model, self._set_place)
@@ -53,6 +57,7 @@ class UnitRuns:
                             gradients_taken(self._model), torch.enable_grad(),
                             torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)):
                 stack.enter_context(manager)
+            self._attach_tiled_head(stack)
             self._begin(None)
             output = self._model(*args, **kwargs)
             loss = loss_of(output)
@@ -60,6 +65,16 @@ class UnitRuns:
             self._end_outside(tree_flatten(loss)[0], retain_graph=False)
             returned = {self._trace.storage(t) for t in tree_flatten(output)[0] if _is_meta(t)}
             self.returned_bytes = sum(self._trace.nbytes[s] for s in returned - self.ledger.claims.keys())
+            if self._tiled_head is not None:   # backward counts as two forwards, and makes the logits once more
+                self.tallies[self.calls[-1]].forward_flops *= 4 / 3
+
+    def _attach_tiled_head(self, stack: contextlib.ExitStack) -> None:
+        """What it puts off is then the call of its unit."""
+        if self._tiled_head is not None:
+            head = self._tiled_head.head
+            unit = next(i for i, unit in enumerate(self._units) if any(m is head for m in unit.module.modules()))
+            self._tiled_head.attach(lambda function, hidden: self._call(unit, function, hidden))
+            stack.callback(self._tiled_head.detach)
 
     # -- sections --------------------------------------------------------------------------------------------------
 
@@ -234,4 +249,4 @@ class UnitRuns:
 
 
 def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
+    return isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, LazyLogits)

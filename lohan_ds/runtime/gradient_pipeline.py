@@ -9,6 +9,7 @@ as it is.
 """
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import threading
@@ -23,7 +24,9 @@ from lohan_ds.adam import AdamHyper
 from lohan_ds.block import Block
 from lohan_ds.grad_norm import accumulate_, global_norm, sum_of_squares
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
+from lohan_ds.ops.grad_pack import can_pack
 from lohan_ds.plan import OffloadPlan
+from lohan_ds.runtime.gradient_packer import DirectCopies, GradientPacker, Packed
 from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
@@ -56,19 +59,25 @@ class GradientPipeline:
     """
 
     def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, store: BlockStore, streams: Streams,
-                 pool: PinnedPool, recorder: Recorder | None = None, num_threads: int | None = None):
-        """`num_threads`: of the CPU, for updates and for what comes off an accelerator; torch's number when None."""
+                 pool: PinnedPool, recorder: Recorder | None = None, num_threads: int | None = None,
+                 device: torch.device = torch.device("cpu")):
+        """`num_threads`: of the CPU, for updates and for what comes off an accelerator; torch's number when None.
+        `device`: where gradients come from."""
         self._blocks, self._plan, self._store, self._streams, self._pool = blocks, plan, store, streams, pool
         self._recorder, self._num_threads = recorder, num_threads
         self._held = [_HeldGradients(len(block.slots)) for block in blocks]
         self._collected: deque[Work] = deque()
         self._collect_jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._terms: StepTerms | None = None       # what speculation in this step is made with
+        largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
+        self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
+        self._direct = DirectCopies(streams, recorder)
+        self._packer: GradientPacker | None = None   # None: gradients leave one by one, or do not have to
+        if not streams.unified and not plan.accumulate_fp32 and can_pack(device):
+            self._packer = GradientPacker(blocks, streams, pool, device, self._direct, recorder)
         self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks, num_threads)
         if recorder is not None:
             self.updater.on_span = recorder.update_span
-        largest_grad = max((s.numel for block in blocks if block.trainable for s in block.slots), default=0)
-        self._staging = None if streams.unified else BufferRing(pool, 2, max(largest_grad, 1) * 4, "gradient staging")
         self._thread = threading.Thread(target=self._collect_loop, name="lohan-collect", daemon=True)
         self._thread.start()
 
@@ -86,13 +95,18 @@ class GradientPipeline:
         target = self._buffer_for(block, held, fp32=add)[info.offset:info.offset + info.numel]
         grad = grad.detach().reshape(-1)
         held.present[slot], held.squares[slot], held.final[slot] = True, None, want_squares
+        if self._packer is not None:
+            if want_squares and not add and target.dtype == grad.dtype:
+                left = self._packer.add(block, slot, grad, held.values, all(held.present))
+                return self._submit_packed(left)
+            self._submit_packed(self._packer.flush())   # what comes now may be added to what waits
         if self._streams.unified:
             squares = accumulate_(target, grad, add, want_squares)
             if want_squares:
                 self._submit(lambda: self._have_squares(block, held, slot, squares))
             return
         if not add and target.dtype == grad.dtype:
-            event = self._streams.d2h(target, grad)
+            event = self._direct.d2h(target, grad)
 
             def take_copied() -> None:
                 event.host_wait()
@@ -130,6 +144,21 @@ class GradientPipeline:
                 self._pool.free(old.view(torch.uint8))
         return held.values
 
+    def _submit_packed(self, left: list[Packed]) -> None:
+        for packed in left:
+            self._submit(functools.partial(self._take_packed, packed))
+
+    def _take_packed(self, packed: Packed) -> None:
+        """In the collecting thread."""
+        held = self._held[packed.block.index]
+        try:
+            packed.event.host_wait()
+            for slot, squares in zip(packed.slots, packed.sums_by_slot(), strict=True):
+                held.squares[slot] = squares
+        finally:
+            packed.release()
+        self._offer(packed.block, held)
+
     def _have_squares(self, block: Block, held: _HeldGradients, slot: int, squares: list[float]) -> None:
         """In the collecting thread."""
         held.squares[slot] = squares
@@ -157,8 +186,11 @@ class GradientPipeline:
 
     def wait_collected(self) -> None:
         """Until every gradient that has arrived so far is held, and its sum of squares known."""
+        if self._packer is not None:
+            self._submit_packed(self._packer.flush())
         while self._collected:
-            self._collected.popleft().wait()
+            self._collected[0].wait()
+            self._collected.popleft()
 
     def gradient(self, block_index: int, slot: int) -> Tensor | None:
         """(numel,) the held gradient of this step, a live view, or None: not arrived, or step() has used it."""
@@ -186,6 +218,8 @@ class GradientPipeline:
 
     def drop(self) -> None:
         """There is no update in this step: it is skipped, or an exception ended it."""
+        if self._packer is not None:
+            self._packer.drop()
         self.updater.skip()
         self._forget()
 
@@ -200,6 +234,11 @@ class GradientPipeline:
             held.present = [False] * len(held.present)
             held.squares = [None] * len(held.squares)
             held.final = [False] * len(held.final)
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether a gradient has arrived since the last step."""
+        return any(any(held.present) for held in self._held)
 
     def present_slots(self) -> list[tuple[int, int]]:
         """(block, slot) of every gradient held."""
@@ -228,8 +267,8 @@ class GradientPipeline:
         if update.runs:
             self.updater.gradient_complete(update, square_sum)
 
-    def decide(self, terms: StepTerms) -> list[int]:
-        """step() happens: every block with gradients is updated with `terms`. Returns those blocks' indexes.
+    def decide(self, terms: StepTerms) -> None:
+        """step() happens: every block with gradients is updated with `terms`.
 
         Reads of these blocks wait from now on. `serial` plans return when all is done.
         """
@@ -242,7 +281,6 @@ class GradientPipeline:
         if self._plan.update == "serial":
             with stalling(self._recorder, "step"):
                 self.updater.drain()
-        return [update.block.index for update in updates]
 
     def _update_of(self, block: Block, held: _HeldGradients, terms: StepTerms) -> BlockUpdate:
         runs: list[Run] = []
@@ -267,5 +305,7 @@ class GradientPipeline:
         self._collect_jobs.put(None)
         self._thread.join()
         self.updater.close()
+        if self._packer is not None:
+            self._packer.close()
         if self._staging is not None:
             self._staging.close()

@@ -141,7 +141,10 @@ class ParamStreamer:
     def _pre_forward(self, index: int, module: nn.Module, args) -> None:
         with self._lock:
             for b in self._units[index].blocks:
-                self._residence[b].num_running += 1
+                residence = self._residence[b]
+                if residence.state is Residency.RESIDENT and not residence.num_running and not _in_backward():
+                    self._write_back_edits(b)   # made before this forward, so that its graph is not stale
+                residence.num_running += 1
             self._enter(index)
 
     def _post_forward(self, index: int, module: nn.Module, args, output) -> None:
@@ -162,6 +165,20 @@ class ParamStreamer:
             if outputs:
                 torch.autograd.graph.register_multi_grad_hook(
                     outputs, functools.partial(self._pre_backward, index), mode="any")
+
+    def run_in_unit(self, index: int, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """function(hidden), as if it were a forward of this unit; it may use the unit's weights, there and in backward.
+
+        Without an outer forward the hooks on saved tensors are put up here.
+        """
+        module, output = self._units[index].module, None
+        with self.saved.hooks_for_look():
+            self._pre_forward(index, module, (hidden,))
+            try:
+                output = function(hidden)
+                return output
+            finally:
+                self._post_forward(index, module, (hidden,), output)
 
     def _pre_backward(self, index: int, grad: Tensor) -> None:
         with self._lock:

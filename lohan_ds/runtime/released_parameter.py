@@ -35,7 +35,7 @@ def _value_free_functions() -> frozenset:
     return frozenset(functions)
 
 
-_VALUE_FREE = _value_free_functions()
+VALUE_FREE = _value_free_functions()
 _DATA_GET = torch.Tensor.data.__get__
 
 
@@ -46,7 +46,7 @@ class ReleasedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in _VALUE_FREE:
+        if func not in VALUE_FREE:
             released = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ReleasedParameter]
             by_owner: dict = {}
             for param in released:

@@ -1,7 +1,7 @@
 """`Streams`: the one interface through which all device copies and event waits go. Knows no blocks and no modules.
 
 Three implementations: `InlineStreams` (CPU), `CudaStreams`, and `testing.delayed_streams.DelayedStreams`, which turns
-a forgotten wait into a wrong number.
+a forgotten wait into a wrong number. staged_streams.py has one around another, for host memory that cannot be pinned.
 
 [Note: what orders what]
 An h2d copy writes memory that the allocator may have taken from a tensor whose last kernel is still queued on the
@@ -69,11 +69,8 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def d2h(self, dst: Tensor, src: Tensor) -> Event:
-        """Starts copying `src` (device) into `dst` (host, pinned, same shape), after the compute work so far.
-
-        Training or autograd thread.
-        """
+    def d2h(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
+        """Starts copying `src` (device) into `dst` (host, pinned, same shape); `after` and threads as for `h2d`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,7 +109,7 @@ class InlineStreams(Streams):
     def h2d(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
         return self._copy_now("h2d", dst, src)
 
-    def d2h(self, dst: Tensor, src: Tensor) -> Event:
+    def d2h(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
         return self._copy_now("d2h", dst, src)
 
     def close(self) -> None:
@@ -183,9 +180,9 @@ class CudaStreams(Streams):
         assert dst.device == self._device and not src.is_cuda, (dst.device, src.device)
         return self._copy("h2d", self._h2d_stream, dst, src, after if after is not None else self.compute_mark())
 
-    def d2h(self, dst: Tensor, src: Tensor) -> Event:
+    def d2h(self, dst: Tensor, src: Tensor, after: torch.cuda.Event | None = None) -> Event:
         assert src.device == self._device and not dst.is_cuda, (dst.device, src.device)
-        return self._copy("d2h", self._d2h_stream, dst, src, self.compute_mark())
+        return self._copy("d2h", self._d2h_stream, dst, src, after if after is not None else self.compute_mark())
 
     def close(self) -> None:
         self._h2d_stream.synchronize()

@@ -64,6 +64,8 @@ class BlockStore:
         self._run_dirs: RunDirs | None = None
         self._commits: Commits | None = None     # of a durable plan
         self._edited = False                     # since the last commit asked for
+        self._finished = False                   # no commit counts any more
+        self.num_edits = 0                       # begun so far
         self._announced = False                  # an update, since the last commit asked for
         self._durable = Work.completed()         # of the last commit asked for
         self._last_given: tuple[int, bytes] | None = None   # step and details of the last commit asked for
@@ -348,13 +350,14 @@ class BlockStore:
     def commit_edits(self) -> None:
         """Before speculations: they write slots that edits have left, which are free only after a commit. Updates do it
         by themselves. Does nothing if there was no edit, or the plan is not durable. Never blocks."""
-        if self._edited and not self._announced and self._last_given is not None:
+        if self._edited and not self._announced and self._last_given is not None and not self._finished:
             self.commit(*self._last_given)
 
     def finish(self) -> None:
         """Before `close`, when no update is under way any more: makes the last commit asked for durable, and what was
         edited since. Blocks. StoreError or what an update failed with. Nothing if the plan is not durable, or if an
         update came after that commit: of which step that is only its caller knows."""
+        self._finished = True
         if self._last_given is None or self._commits is None or self._announced:
             return
         if self._edited or self._plan.durability == "in_place":
@@ -363,6 +366,7 @@ class BlockStore:
 
     @contextmanager
     def _editing(self, order: BlockOrder, replaces_all: bool = False) -> Iterator[EditSlots]:
+        self.num_edits += 1
         if self._commits is None:
             with order.editing(replaces_all) as where:
                 yield where

@@ -15,12 +15,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from lohan_ds.errors import StoreError
 from lohan_ds.store.checksums import checksum
 from lohan_ds.store.filenames import CURRENT, MANIFEST, commit_file_name
+from lohan_ds.store.io_threads import IoThreads, Urgency
 from lohan_ds.store.manifest import (Commit, Damaged, Manifest, how_to_give_up, read_file, read_json, read_manifests,
                                      to_json)
 from lohan_ds.work import Work
@@ -48,7 +48,7 @@ class Commits:
         self._io = io
         self._run_dirs = list(run_dirs)
         self._take_contents = take_contents
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lohan-commit")
+        self._thread = IoThreads(1, "lohan-commit")   # serves at the interpreter's exit too, as an executor would not
         self._dirty: Work | None = None   # the mark that is made, or being made; None: CURRENT is clean
         self._written_before = 0          # bytes, by earlier processes
         self._failure: BaseException | None = None   # the first one: nothing is written after it
@@ -97,7 +97,7 @@ class Commits:
 
     def close(self) -> None:
         """Waits for the records under way. Idempotent."""
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
     def _run(self, work: Work, job: Callable[[], None]) -> None:
         def run() -> None:
@@ -111,7 +111,7 @@ class Commits:
             else:
                 work.finish()
 
-        self._thread.submit(run)
+        self._thread.submit(Urgency.UPDATE, run)
 
     def _make_durable(self, step: int, details: bytes, published: Work, last_checkpoint: str | None) -> None:
         contents = self._take_contents(published.wait())

@@ -21,10 +21,10 @@ class Urgency(enum.IntEnum):
 class IoThreads:
     """Any thread. Its threads end with it, closed or not."""
 
-    def __init__(self, num_threads: int):
+    def __init__(self, num_threads: int, name: str = "lohan-ssd-io"):
         self._queue: queue.PriorityQueue = queue.PriorityQueue()
         self._count = itertools.count()
-        self._threads = [threading.Thread(target=_run, args=(self._queue,), name=f"lohan-ssd-io_{place}", daemon=True)
+        self._threads = [threading.Thread(target=_run, args=(self._queue,), name=f"{name}_{place}", daemon=True)
                          for place in range(num_threads)]
         for thread in self._threads:
             thread.start()

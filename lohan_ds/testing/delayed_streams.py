@@ -152,7 +152,7 @@ class DelayedStreams(Streams):
     def h2d(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
         return self._lanes["h2d"].submit(dst, src)
 
-    def d2h(self, dst: Tensor, src: Tensor) -> Event:
+    def d2h(self, dst: Tensor, src: Tensor, after: Any = None) -> Event:
         return self._lanes["d2h"].submit(dst, src)
 
     def drop_one_wait_at(self, n: int, kind: str) -> None:

@@ -47,13 +47,19 @@ def gradient(step: int, block: Block, slot: int) -> Tensor:
 
 
 class DurableTraining:
-    """Opens the run "test" under `paths`, or begins it; `step` is the number of steps that its state has seen."""
+    """Opens the run "test" under `paths`, or begins it; `step` is the number of steps that its state has seen.
 
-    def __init__(self, paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo, durability: str = "shadow"):
+    `on_phase` is called as ("backward", step) before a step's backward and as ("decided", step) before its updates are
+    decided; the first step is 1. For the test to set.
+    """
+    on_phase: Callable[[str, int], None] = staticmethod(lambda phase, step: None)
+
+    def __init__(self, paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo, durability: str = "shadow",
+                 num_read_ahead_chunks: int = 1):
         self.blocks, self._io = tiny_blocks(), io
         shadow = durability == "shadow"
         plan = OffloadPlan(("ssd",) * 4, ("ssd",) * 4, update, 1, 2048, 3, False, shadow, durability=durability,
-                           num_read_ahead_chunks=1)
+                           num_read_ahead_chunks=num_read_ahead_chunks)
         self.pool = PinnedPool(MemoryBudget("host", 1 << 28), pin=False)
         run_dirs = named_run_dirs(paths, "test")
         reopen = read_manifests(run_dirs) is not None
@@ -78,19 +84,19 @@ class DurableTraining:
             self._closers.callback(self.pipeline.close)
             undo.pop_all()
 
-    def run(self, until_step: int, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+    def run(self, until_step: int) -> None:
         """Steps with everything a real one does: arrival newest first, norm, decision, commit, next forward."""
         while self.step < until_step:
-            self._one_step(on_phase)
+            self._one_step()
 
-    def _one_step(self, on_phase: Callable[[str], None]) -> None:
+    def _one_step(self) -> None:
         hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.01, True)
         steps = {(b.index, slot): self.step for b in self.blocks for slot in range(len(b.slots)) if b.trainable}
 
         def terms(coefficient: float) -> StepTerms:
             return StepTerms([hyper], steps, coefficient)
 
-        on_phase("in backward")
+        self.on_phase("backward", self.step + 1)
         self.pipeline.open_step((lambda: terms(1.0)) if self._update == "eager" else None, CLIP)
         for block in reversed(self.blocks):
             if block.index == 0:
@@ -98,7 +104,7 @@ class DurableTraining:
             for slot in reversed(range(len(block.slots))) if block.trainable else ():
                 self.pipeline.arrive(block.index, slot, gradient(self.step, block, slot), True)
         norm = self.pipeline.norm()
-        on_phase("trailing")
+        self.on_phase("decided", self.step + 1)
         self.pipeline.decide(terms(clip_coefficient(norm, CLIP)))
         self.step += 1
         durable = self.store.commit(self.step, str(self.step).encode())
@@ -138,14 +144,14 @@ class DurableTraining:
 
 @contextlib.contextmanager
 def durable_training(paths: Sequence[str], update: UpdateMode, io: ThreadSsdIo | None = None,
-                     durability: str = "shadow") -> Iterator[DurableTraining]:
+                     durability: str = "shadow", num_read_ahead_chunks: int = 1) -> Iterator[DurableTraining]:
     """Closed at the end as it is, which is what a killed process leaves. One compute thread: for tiny operations it is
     fastest."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     training = None
     try:
-        training = DurableTraining(paths, update, io or ThreadSsdIo(2), durability)
+        training = DurableTraining(paths, update, io or ThreadSsdIo(2), durability, num_read_ahead_chunks)
         yield training
     finally:
         torch.set_num_threads(num_threads)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lohan_ds.runtime.tiled_loss import tiled_cross_entropy
+
 
 def lm_batch(vocab: int, batch: int = 2, seq: int = 16, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens: input_ids and labels, the same (batch, seq) int64 tensor, as Hugging Face models want them."""
@@ -25,6 +27,14 @@ def loss_of(model: Any, batch: dict[str, Any]) -> Tensor:
     if isinstance(output, Tensor):
         return output
     return output["loss"] if isinstance(output, dict) else output.loss
+
+
+def tiled_loss_of(model: nn.Module, batch: dict[str, Tensor], tile_tokens: int) -> Tensor:
+    """`loss_of` a Hugging Face causal LM in memory, in tiles, without any help of the model's own forward."""
+    hidden_BTH = model.base_model(input_ids=batch["input_ids"])[0]
+    shifted_BT = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    head = model.get_output_embeddings()
+    return tiled_cross_entropy(hidden_BTH.flatten(0, 1), head.weight, shifted_BT.flatten(), tile_tokens, head.bias)
 
 
 def vocab_of(model: nn.Module) -> int:

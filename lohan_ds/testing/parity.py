@@ -38,6 +38,7 @@ CLIPS = ("off", "never", "always", "last", "alternating")
 FIXED_LIMITS = {"off": 0.0, "never": 1e6, "always": 1e-3}
 CHUNK_BYTES = 24 * 1024     # the smallest: even the tiny models' blocks have several chunks
 LEARNING_RATE = 2e-3
+ACTIVATION_SPACE = "64MB"   # more than the tiny models save
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class Case:
     accumulation: int
     dtype: str
     steps: int
+    loss_tile_tokens: int = 0   # 0: logits as a whole
+    activations: str = "keep"
 
     def __str__(self) -> str:
         return (f"{self.model}, {self.tier}, {self.update}, clip {self.clip}, accumulation {self.accumulation}, "
-                f"{self.dtype}, {self.steps} steps")
+                f"{self.dtype}, {self.steps} steps"
+                + (f", loss tiles of {self.loss_tile_tokens}" if self.loss_tile_tokens else "")
+                + (f", activations {self.activations}" if self.activations != "keep" else ""))
 
 
 @dataclass(frozen=True)
@@ -131,22 +136,22 @@ def run_case(case: Case, ssd_paths: Sequence[str], **more: Any) -> CaseResult:
 
 def run_cases(cases: Iterable[Case], ssd_paths: Sequence[str], make_model: Callable[[], nn.Module] | None = None,
               chunk_bytes: int | None = CHUNK_BYTES, look_early: bool = True,
-              flip_bit: bool = False) -> Iterator[CaseResult]:
+              flip_bit: bool = False, device: str = "cpu") -> Iterator[CaseResult]:
     """Trains and compares case by case.
 
     make_model: instead of the case's built-in model; must give the same weights each time. look_early: compare the
     state also after the first step, not only after the last (needs memory for one more state). flip_bit: changes the
-    lowest bit of one weight of the twin, to show that the comparison fails.
+    lowest bit of one weight of the twin, to show that the comparison fails. device: that both compute on.
     """
     init_one_rank()   # before transformers imports deepspeed, which then looks for an accelerator
     twin_key, expected = None, None
     for case in cases:
         start_s = time.perf_counter()
         make = make_model or MODELS[case.model]
-        key = (case.model, case.clip, case.accumulation, case.dtype, case.steps)
+        key = (case.model, case.clip, case.accumulation, case.dtype, case.steps, case.loss_tile_tokens)
         if key != twin_key:
             expected = None   # frees the last one first
-            twin_key, expected = key, _train_twin(case, make(), look_early, flip_bit)
+            twin_key, expected = key, _train_twin(case, make().to(device), look_early, flip_bit)
         got = _train_engine(case, make(), ssd_paths, chunk_bytes, expected.limits, tuple(expected.states))
         num_clipped = sum(clip_coefficient(norm, limit) != 1.0 for norm, limit in zip(got.norms, expected.limits))
         difference = (first_difference(got, expected, case.accumulation) or _wrong_clipping(case, num_clipped)
@@ -194,12 +199,14 @@ def _train_twin(case: Case, model: nn.Module, look_early: bool, flip_bit: bool) 
     model.train()
     if flip_bit:
         _flip_lowest_bit(next(model.parameters()), DTYPES[case.dtype])
-    twin = Twin(model, _two_groups, DTYPES[case.dtype], accumulation=case.accumulation, lr=LEARNING_RATE)
+    twin = Twin(model, _two_groups, DTYPES[case.dtype], accumulation=case.accumulation,
+                loss_tile_tokens=case.loss_tile_tokens, lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(twin.optimizer, _lr_factor)
     run = Run([], [], {}, [])
     torch.manual_seed(0)
+    device = next(model.parameters()).device
     for step in range(1, case.steps + 1):
-        run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step))
+        run.losses.extend(twin.micro_step(batch) for batch in _batches(case, model, step, device))
         twin.clip = _limit(case, twin, step)
         run.limits.append(twin.clip)
         run.norms.append(twin.step()[0])
@@ -235,8 +242,11 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
     model.train()
     param_tier, optimizer_tier = TIERS[case.tier]
     section = {"update": case.update, "param_tier": param_tier, "optimizer_tier": optimizer_tier,
-               "chunk_bytes": chunk_bytes or "auto"}
-    if "ssd" in (param_tier, optimizer_tier):
+               "chunk_bytes": chunk_bytes or "auto", "loss_tile_tokens": case.loss_tile_tokens,
+               "activations": case.activations}
+    if case.activations in ("host", "ssd"):
+        section["activation_space"] = ACTIVATION_SPACE
+    if "ssd" in (param_tier, optimizer_tier, case.activations):
         section["ssd_paths"] = list(ssd_paths)
     config = ds_config(section, dtype=case.dtype, clip=limits[0], accumulation=case.accumulation)
     optimizer = torch.optim.AdamW(_two_groups(model), lr=LEARNING_RATE)
@@ -246,7 +256,7 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
         torch.manual_seed(0)
         for step in range(1, case.steps + 1):
             engine.optimizer.clip_grad = limits[step - 1]
-            for batch in _batches(case, model, step):
+            for batch in _batches(case, model, step, engine.device):
                 loss = loss_of(engine, batch)
                 engine.backward(loss)
                 if case.update == "eager" and step % 4 in (1, 2):
@@ -260,9 +270,10 @@ def _train_engine(case: Case, model: nn.Module, ssd_paths: Sequence[str], chunk_
     return run._replace(num_kept=stats["updates_speculated"], num_dropped=stats["updates_dropped"])
 
 
-def _batches(case: Case, model: nn.Module, step: int) -> Iterator[dict]:
+def _batches(case: Case, model: nn.Module, step: int, device: torch.device) -> Iterator[dict]:
     for micro in range(case.accumulation):
-        yield lm_batch(vocab_of(model), seed=step * case.accumulation + micro)
+        batch = lm_batch(vocab_of(model), seed=step * case.accumulation + micro)
+        yield {name: ids.to(device) for name, ids in batch.items()}
 
 
 def _lr_factor(num_steps: int) -> float:

@@ -1,10 +1,12 @@
-"""`Twin`: what out-of-core training must equal bit for bit. Serial, in memory, plain torch, whole tensors.
+"""`Twin`: what out-of-core training must equal bit for bit. Serial, in memory, plain torch, whole tensors. A model on a
+GPU computes there; its masters, moments and fp32 gradients are on the host all the same, where our Adam is.
 
 It follows DeepSpeed where DeepSpeed decides the numbers: the loss is divided by the number of micro-steps and then
 multiplied by the loss scale before backward, and the clip coefficient is its formula.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from lohan_ds.adam import adam_update_, check_supported, hyper_from_group
 from lohan_ds.grad_norm import clip_coefficient, global_norm, sum_of_squares
-from lohan_ds.testing.models import loss_of
+from lohan_ds.testing.models import loss_of, tiled_loss_of
 
 State = dict[str, dict[str, Any]]  # parameter name -> kind -> tensor (of the parameter's shape) or step count
 Groups = Iterable[dict[str, Any]]
@@ -30,11 +32,12 @@ class Twin:
 
     def __init__(self, model: nn.Module, param_groups: Groups | Callable[[nn.Module], Groups] | None = None,
                  dtype: torch.dtype = torch.float32, clip: float = 0.0, accumulation: int = 1, decoupled: bool = True,
-                 loss_scale: float = 1.0, **defaults: Any):
+                 loss_scale: float = 1.0, loss_tile_tokens: int = 0, **defaults: Any):
         """param_groups: dicts as for torch.optim, a function that makes them from the model, or None for one group.
 
         dtype: of the parameters (buffers keep theirs). clip: largest gradient norm, 0 is off. accumulation:
-        micro-steps per step. decoupled: AdamW, else Adam with L2. defaults: lr, betas, eps, weight_decay.
+        micro-steps per step. decoupled: AdamW, else Adam with L2. loss_tile_tokens: as lohan's key, 0 is whole; the
+        model is then a Hugging Face causal LM. defaults: lr, betas, eps, weight_decay.
         """
         for param in model.parameters():
             if param.is_floating_point():
@@ -50,11 +53,13 @@ class Twin:
         self.accumulation = accumulation
         self.loss_scale = loss_scale
         self._decoupled = decoupled
+        self._loss_of = functools.partial(tiled_loss_of, tile_tokens=loss_tile_tokens) if loss_tile_tokens else loss_of
         grouped = {id(p) for group in self.groups for p in group["params"]}
         # Tied parameters appear once, under their first name.
         self._params = dict(model.named_parameters())
         self._trained = {n: p for n, p in self._params.items() if p.requires_grad and id(p) in grouped}
-        self._master = {n: p.data if p.dtype == torch.float32 else p.data.float() for n, p in self._trained.items()}
+        # An fp32 parameter on the CPU is its own master: `to` gives it back.
+        self._master = {n: p.data.to("cpu", torch.float32) for n, p in self._trained.items()}
         self._exp_avg = {n: torch.zeros_like(m) for n, m in self._master.items()}      # fp32
         self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._master.items()}   # fp32
         self._steps = dict.fromkeys(self._trained, 0)
@@ -70,9 +75,9 @@ class Twin:
         """By name, of the step so far, in the order in which they first came; fp32, not to be changed."""
         return self._main_grad
 
-    def micro_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] = loss_of) -> float:
-        """Forward and backward of one micro-batch; returns the loss as `loss_fn` gave it."""
-        loss = loss_fn(self.model, batch)
+    def micro_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None = None) -> float:
+        """Forward and backward of one micro-batch; returns the loss as `loss_fn` gave it. None: the model's own."""
+        loss = (loss_fn or self._loss_of)(self.model, batch)
         (loss / self.accumulation * self.loss_scale).backward()
         return loss.item()
 
@@ -96,7 +101,7 @@ class Twin:
             state = [t[name].view(-1) for t in (self._master, self._exp_avg, self._exp_avg_sq)]
             adam_update_(state[0], grads[name].view(-1), state[1], state[2], self._steps[name],
                          hyper_from_group(group, self._decoupled), coefficient)
-            if param.dtype != torch.float32:
+            if param.data_ptr() != self._master[name].data_ptr():
                 param.data.copy_(self._master[name])
         return norm, False
 
@@ -123,7 +128,7 @@ class Twin:
         def accumulate(param: Tensor) -> None:
             grad, param.grad = param.grad, None
             if name in self._main_grad:
-                self._main_grad[name] += grad.float()
+                self._main_grad[name] += grad.cpu().float()
             else:
                 self._main_grad[name] = torch.empty(grad.shape, dtype=torch.float32).copy_(grad)
         return accumulate

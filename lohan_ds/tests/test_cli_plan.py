@@ -60,6 +60,18 @@ def test_sequences_longer_than_the_models_are_noted(llama):
     assert "The model is made for at most 2048 tokens per sequence." in notes
 
 
+def test_head_and_loss_are_planned_as_the_run_decides(llama):
+    """Tiles where logits are large; what they take and save is said, and the larger batch fits."""
+    words = ("--model", llama, "--hardware", BOX, "--seq", 2048, "--micro-batch", 32)
+    for more, said, exit_code in (((), "in tiles of 512 tokens, 425.98 MB", 0),
+                                  (("--loss-tile-tokens", 64), "in tiles of 64 tokens, 282.62 MB", 0),
+                                  (("--loss-tile-tokens", 0), "all logits at once, 20.97 GB with their gradient", 1)):
+        notes = page(*words, *more, exit_code=exit_code)["notes"]
+        assert any(note.startswith(f"Head and loss: {said}") for note in notes), notes
+    assert any("Head and loss: all logits at once, 327.68 MB" in n for n in page("--model", llama, "--hardware", BOX)[
+        "notes"])
+
+
 def test_models_without_tokens_are_noted(tmp_path):
     from transformers import ViTConfig
     ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)

@@ -128,6 +128,7 @@ def test_unknown_key_far_from_all_lists_all():
 
 @pytest.mark.parametrize("key, value", [
     ("prefetch_depth", -1), ("prefetch_depth", 1.5), ("prefetch_depth", True), ("prefetch_depth", "two"),
+    ("loss_tile_tokens", -1), ("loss_tile_tokens", 1.5), ("loss_tile_tokens", True),
     ("ssd_threads", 0), ("ssd_threads", []), ("update", "lazy"), ("param_tier", "nvme"), ("optimizer_tier", "cpu"),
     ("enabled", "maybe"), ("ssd_paths", 3), ("ssd_paths", [3]), ("ssd_paths", ""), ("ssd_paths", {"a": 1}),
     ("chunk_bytes", 24 * 1024 - 1), ("host_memory", 24), ("update", True)])
@@ -389,7 +390,7 @@ def test_effective_ds_config(tmp_path):
         **HF_JSON, "optimizer": ADAMW,
         "lohan": {"enabled": True, "host_memory": 1_500_000_000, "prefetch_depth": 0, "optimizer_tier": "ssd",
                   "ssd_paths": [str(tmp_path)], "ssd_threads": 2},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "memory_efficient_linear": False,
+        "zero_optimization": {"stage": 3, "memory_efficient_linear": False,
                               "stage3_gather_16bit_weights_on_model_save": True}}
     assert json.loads(json.dumps(effective)) == effective
     assert parse(effective) == parse(config)

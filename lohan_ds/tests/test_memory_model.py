@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lohan_ds.block import PAGE_NUMEL, make_block
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
-from lohan_ds.plan import OffloadPlan
+from lohan_ds.plan import LossTiles, OffloadPlan
 from lohan_ds.planner.memory_model import MEMORY_TIERS, Need, format_bytes, missing_bytes, needs, table, total_bytes
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.store.block_store import BlockStore
@@ -70,6 +70,17 @@ def test_unified_memory_charges_the_host_and_stages_nothing():
     assert not any(name.startswith(("staging", "update buffers")) for name in by_name)
     assert by_name["resident parameters (2 units)"] == 6 * PAGE * 2
     assert by_name["gradients of the largest parameter"] == 4 * PAGE * 2
+
+
+def test_a_loss_in_tiles_works_on_the_device_where_it_always_does():
+    model = build_model([(4, "bfloat16", True)])
+    plan = build_plan(model)
+    for unified in (False, True):
+        without = needs(model, plan, unified)
+        always = needs(model, replace(plan, loss_tiles=LossTiles(64, 0, 12345)), unified)
+        assert [need for need in always if need not in without] == [
+            Need("host" if unified else "device", "loss: one tile's logits, fp32 gradient of the head", 12345)]
+        assert needs(model, replace(plan, loss_tiles=LossTiles(64, 1, 12345)), unified) == without   # by the batch
 
 
 def test_fp32_accumulation_holds_four_bytes_and_fp32_blocks_have_no_separate_master():

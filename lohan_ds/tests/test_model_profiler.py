@@ -211,9 +211,10 @@ def test_logits_and_loss_are_the_heads():
 
 
 def test_what_no_unit_can_swap_is_marked():
-    """The loss is computed outside of units; `temperature` makes the whole odd model a unit with others inside."""
+    """Head and loss are outside of units, or in tiles; `temperature` makes the whole odd model a unit with others."""
     found, _ = profile_on_cpu(tiny_llama())
-    assert [item.name for unit in found.units for item in unit.items if item.is_outside] == ["loss"]
+    assert {unit.name for unit in found.units for item in unit.items if item.is_outside} == {"lm_head"}
+    assert "loss" in {item.name for item in found.units[-1].items} and all(i.is_outside for i in found.units[-1].items)
     found, _ = profile_on_cpu(OddModel())
     outer, inner = found.units[0], next(unit for unit in found.units if unit.name == "layers.1")
     assert outer.name == "OddModel" and all(item.is_outside for item in outer.items)
@@ -435,3 +436,23 @@ def test_table_has_a_row_for_every_kind_of_unit_and_item():
     table = model_table(found)
     kinds = {unit.unit_class: len(unit.items) for unit in found.units}
     assert table.row_count == sum(1 + num_items for num_items in kinds.values())
+
+
+@pytest.mark.parametrize("name", ["llama eager", "gpt2 dropout", "t5"])
+def test_a_head_that_computes_in_tiles(name):
+    """Logits, what is saved of them, and what the caller holds of them are gone; everything else is as it was."""
+    inputs = batch_for(MODELS[name]())
+    whole, whole_report = profile_on_cpu(MODELS[name](), inputs)
+    tiled, tiled_report = profile_on_cpu(MODELS[name](), inputs, loss_tile_tokens=16)
+    vocabulary, hidden = whole.size.blocks[0].slots[0].shape
+    tokens = BATCH * SEQ
+    assert (tiled.size, len(tiled.units)) == (whole.size, len(whole.units))
+    head, whole_head = tiled.units[-1], whole.units[-1]
+    assert whole_head.output_bytes == tokens * vocabulary * 4 and head.output_bytes == 4
+    assert item_bytes([head]) < item_bytes([whole_head]) - tokens * vocabulary * 4 + 8 * tokens
+    assert head.workspace_bytes < 16 * vocabulary * 4 * 5 + 4 * 4 * vocabulary * hidden < whole_head.workspace_bytes * 4
+    assert head.forward_flops == pytest.approx(whole_head.forward_flops * 4 / 3)
+    for ours, theirs in zip(tiled.units[:-1], whole.units[:-1]):
+        assert ours.forward_flops == theirs.forward_flops and ours.workspace_bytes <= theirs.workspace_bytes
+        assert [item for item in ours.items if item.name != "outside"] == list(theirs.items)
+    assert tiled_report.loss.startswith("in tiles of 16 tokens") and whole_report.loss.startswith("all logits at once")

@@ -57,12 +57,14 @@ def test_close_gives_everything_back():
 
 
 class _FakeCudart:
-    def __init__(self, fail_from: int):
-        self.registered, self.calls, self.fail_from = {}, 0, fail_from
+    """Pins up to `limit_bytes` in all."""
+
+    def __init__(self, limit_bytes: int):
+        self.registered, self.calls, self.limit_bytes = {}, 0, limit_bytes
 
     def cudaHostRegister(self, address, nbytes, flags):
         self.calls += 1
-        if self.calls > self.fail_from:
+        if nbytes + sum(self.registered.values()) > self.limit_bytes:
             return 2
         self.registered[address] = nbytes
         return 0
@@ -71,19 +73,72 @@ class _FakeCudart:
         del self.registered[address]
 
 
-def test_registers_exact_bytes_and_goes_on_unpinned_after_a_failure(monkeypatch, caplog):
-    cudart = _FakeCudart(fail_from=2)
-    monkeypatch.setattr(pinned_pool.torch, "cuda",
-                        SimpleNamespace(is_available=lambda: True, cudart=lambda: cudart))
+@pytest.fixture
+def cudart(monkeypatch):
+    fake = _FakeCudart(1 << 40)
+    monkeypatch.setattr(pinned_pool.torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: fake))
     monkeypatch.setattr(pinned_pool.torch, "zeros", lambda *a, **k: None)
+    return fake
+
+
+def test_registers_what_is_mapped_and_no_more(cudart):
+    """torch's own allocator would take 8 MB for 4.1."""
+    pool = _pool(pin=True)
+    sizes = [5000, int(4.1 * MB), 1]
+    buffers = [pool.alloc(size, "x") for size in sizes]
+    assert list(cudart.registered) == [buffer.data_ptr() for buffer in buffers]
+    assert [*cudart.registered.values()] == [8192, -(-sizes[1] // 4096) * 4096, 4096]
+    assert pool.budget.used_bytes == sum(cudart.registered.values()) and pool.pins and pool.staging is None
+    assert all(pool.is_pinned(buffer[10:]) for buffer in buffers) and not pool.is_pinned(torch.ones(3))
+    pool.free(buffers[0])
+    assert len(cudart.registered) == 2
+    pool.close()
+    assert cudart.registered == {}
+
+
+def test_what_cannot_be_pinned_is_said_once_and_passes_through_a_small_ring(cudart, caplog):
+    cudart.limit_bytes = 9 * MB + 4096
     pool = _pool(pin=True)
     with caplog.at_level(logging.WARNING):
-        buffers = [pool.alloc(5000, "x") for _ in range(4)]
-    assert list(cudart.registered.values()) == [8192, 8192] and cudart.calls == 3
-    assert len(caplog.records) == 1 and not pool.pins
-    for buffer in buffers:
-        pool.free(buffer)
-    assert cudart.registered == {}
+        first, *others = [pool.alloc(5 * MB, "x") for _ in range(4)]
+    assert len(caplog.records) == 1
+    line = caplog.records[0].getMessage()
+    assert f"cudaHostRegister of {5 * MB} bytes failed with CUDA error 2" in line
+    assert "ulimit" in line and "WSL2" in line
+    assert f"4 pinned buffers of {MB} bytes" in line
+    assert pool.is_pinned(first) and not any(map(pool.is_pinned, others)) and not pool.pins
+    assert pool.staging.count == 4 and pool.staging.nbytes == MB   # 2 MB are too many
+    assert sum(cudart.registered.values()) == 9 * MB and pool.budget.used_bytes == 24 * MB
+    staging = pool.staging.acquire()
+    assert pool.is_pinned(staging)
+    pool.staging.release(staging)
+    pool.close()
+    assert cudart.registered == {} and pool.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize(("limit_bytes", "budget_bytes"), [(0, 64 * MB), (1 << 40, 5 * MB)])
+def test_where_no_ring_can_be_had_the_run_goes_on(cudart, caplog, limit_bytes, budget_bytes):
+    """Nothing can be pinned at all, or the budget has nothing left."""
+    cudart.limit_bytes = limit_bytes
+    pool = _pool(budget_bytes, pin=True)
+    if limit_bytes:
+        pool.alloc(4 * MB + 300_000, "kept")
+        cudart.limit_bytes = 0
+    with caplog.at_level(logging.WARNING):
+        buffers = [pool.alloc(4096, "x") for _ in range(3)]
+    assert len(caplog.records) == 1 and "none smaller" in caplog.records[0].getMessage()
+    assert pool.staging is None and not any(map(pool.is_pinned, buffers))
+    used = pool.budget.used_bytes
+    assert used == sum(-(-size // 4096) * 4096 for size in ([4 * MB + 300_000] if limit_bytes else [])) + 3 * 4096
+    pool.close()
+
+
+def test_a_buffer_asked_of_a_closed_pool_is_not_left_pinned(cudart):
+    pool = _pool(pin=True)
+    pool.close()
+    with pytest.raises(StepError):
+        pool.alloc(MB, "late")
+    assert cudart.registered == {} and pool.budget.used_bytes == 0
 
 
 def test_ring_blocks_and_serves_in_order_of_asking():

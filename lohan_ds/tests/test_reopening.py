@@ -18,7 +18,6 @@ from lohan_ds.testing.committed_store import (BLOCKS, FLOAT, FROZEN, IDLE, TRAIN
                                               update, values)
 from lohan_ds.testing.crashing_io import CrashingIo
 
-DATA_SYNCS_OF_A_BLOCK = 4   # params and state, in two directories
 
 
 class FailingIo(ThreadSsdIo):
@@ -196,7 +195,7 @@ def test_killed_before_the_record_was_synced_then_reopened_then_the_power_fails(
         with open_store(paths, first) as store:
             begin(store)
             update(store, TRAINED, 11.0)
-            first._at_event = len(first.events) + DATA_SYNCS_OF_A_BLOCK + 5   # at the last thing that a commit does
+            first.die_at("directory sync", 1)   # after that of the details: the last thing that a commit does
             with pytest.raises(StoreError):
                 store.commit(1, b"one").wait()
             assert first.events[-1] == "directory sync" and first.events[-2] == "record rename"
@@ -204,7 +203,7 @@ def test_killed_before_the_record_was_synced_then_reopened_then_the_power_fails(
         second._renames = first._renames               # the machine went on, and so did its memory
         with open_store(paths, second, reopen=True) as store:
             assert store.last_commit == (1, b"one")
-            second._at_event = len(second.events) + 3
+            second.die_at("write of first values", 3)
             with pytest.raises((StoreError, StepError)):
                 update(store, TRAINED, 12.0)
         second.lose_power()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lohan_ds.block import chunk_numel_for
 from lohan_ds.errors import CapacityError
+from lohan_ds.plan import LossTiles
 from lohan_ds.planner.memory_model import NOT_INCLUDED, missing_bytes, needs, total_bytes
 from lohan_ds.planner.search import PlanRequest, apply_changes, cheapest_change, make_plan, plan_table
 from lohan_ds.profile import Budgets, ModelSize
@@ -226,6 +227,15 @@ def test_plan_table_shows_decisions_and_budgets(update, shown):
         f"lohan plan: parameters on host, optimizer state on host, {shown}, prefetch_depth 2 units, chunk_bytes ")
     assert text.count("shadow slots") == (2 if plan.shadow else 0)   # the headline and the table
     assert "free device memory" in text and text.count("fits") == 3 and text.endswith(NOT_INCLUDED)
+
+
+@pytest.mark.parametrize("tiles, said", [
+    (None, None), (LossTiles(64), "head and loss in tiles of 64 tokens"),
+    (LossTiles(512, 1_500_000_000), "head and loss in tiles of 512 tokens where logits take more than 1.50 GB")])
+def test_a_plan_keeps_the_tiles_of_its_request_and_says_so(tiles, said):
+    plan, _ = make_plan(MODEL_50MB, replace(AUTO, loss_tiles=tiles), budgets_of(ssd=HUGE))
+    headline = plan_table(MODEL_50MB, plan, budgets_of(ssd=HUGE)).splitlines()[0]
+    assert plan.loss_tiles == tiles and ("tiles" not in headline if said is None else headline.endswith(said))
 
 
 @settings(max_examples=80, deadline=None)

@@ -66,14 +66,29 @@ def test_no_tensor_is_as_large_as_the_logits():
     assert Largest.numel <= max(8 * VOCAB, VOCAB * HIDDEN) < TOKENS * VOCAB
 
 
-def test_divisor_frozen_head_and_bits_by_tile_size():
+def test_sum_frozen_head_and_bits_by_tile_size():
     hidden, weight, _, labels = inputs()
     weight.requires_grad_(False)
-    loss = tiled_cross_entropy(hidden, weight, labels, 8, num_items=10)
-    torch.testing.assert_close(loss, whole(hidden, weight, labels, num_items=10), rtol=1e-6, atol=0)
+    loss = tiled_cross_entropy(hidden, weight, labels, 8, reduction="sum")
+    torch.testing.assert_close(loss, whole(hidden, weight, labels, num_items=1), rtol=1e-6, atol=0)
     loss.backward()
     assert weight.grad is None
-    again = tiled_cross_entropy(hidden, weight, labels, 8, num_items=10)
+    again = tiled_cross_entropy(hidden, weight, labels, 8, reduction="sum")
     assert torch.equal(loss, again)
     with pytest.raises(ValueError, match="tiles of 0"):
         tiled_cross_entropy(hidden, weight, labels, 0)
+    with pytest.raises(ValueError, match="reduction 'none'"):
+        tiled_cross_entropy(hidden, weight, labels, 8, reduction="none")
+
+
+def test_what_happens_to_logits_before_the_loss():
+    def cap(logits):
+        return torch.tanh(logits / 3) * 3
+
+    hidden, weight, _, labels = inputs()
+    expected = F.cross_entropy(cap(F.linear(hidden, weight)), labels)
+    theirs = torch.autograd.grad(expected, (hidden, weight))
+    loss = tiled_cross_entropy(hidden, weight, labels, 8, transform=cap)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for mine, other in zip(torch.autograd.grad(loss, (hidden, weight)), theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)

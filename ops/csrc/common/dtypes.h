@@ -4,13 +4,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "isa.h"
+#include "inline.h"
 
 namespace lohan {
 
-enum class Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };  // the numbers are known to isa.py
+enum class Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };  // the numbers are known to arrays.py
 
-inline int64_t itemsize(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
+LOHAN_INLINE int64_t itemsize(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
 LOHAN_INLINE uint32_t bits_of(float value) {
     uint32_t bits;

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "inline.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -21,11 +23,9 @@
 #endif
 static_assert(FLT_EVAL_METHOD == 0, "fp32 must be computed in fp32: on 32-bit x86 build with -msse2 -mfpmath=sse");
 
-#define LOHAN_INLINE inline __attribute__((always_inline))
-
 namespace lohan {
 
-enum class Isa { kBest = -1, kScalar = 0, kAvx2 = 1, kAvx512 = 2 };  // the numbers are known to isa.py
+enum class Isa { kBest = -1, kScalar = 0, kAvx2 = 1, kAvx512 = 2 };  // the numbers are known to arrays.py
 
 #if defined(__x86_64__)
 inline bool has_f16c() {   // compilers differ in whether __builtin_cpu_supports knows it

@@ -10,12 +10,10 @@
 #include "../common/dtypes.h"
 #include "../common/isa.h"
 #include "../common/parallel.h"
+#include "../common/segments.h"
 
 namespace lohan {
 
-constexpr int64_t kFoldNumel = 1024;       // elements folded at a time: 8 KiB of fp64
-constexpr int64_t kFoldsPerSegment = 16;
-constexpr int64_t kSegmentNumel = kFoldNumel * kFoldsPerSegment;
 constexpr int64_t kGradPieceNumel = 4 * kSegmentNumel;  // elements a thread takes at a time: some 50 microseconds
 
 struct GradArrays {         // target and grad: (numel,)
@@ -27,20 +25,9 @@ struct GradArrays {         // target and grad: (numel,)
     bool add;               // target, which is fp32 then, += grad; else target = grad
 };
 
-// values: (kWidth,) overwritten; returns their sum, each half added to the other until one is left.
-template <int64_t kWidth>
-LOHAN_INLINE double fold(double* values) {
-    if constexpr (kWidth == 1) {
-        return values[0];
-    } else {
-        for (int64_t i = 0; i < kWidth / 2; ++i) values[i] += values[i + kWidth / 2];
-        return fold<kWidth / 2>(values);
-    }
-}
-
-// values: (kFoldNumel,).
+// values: (kRowNumel,).
 LOHAN_INLINE double fold_squares(const float* values) {
-    constexpr int64_t kHalf = kFoldNumel / 2;
+    constexpr int64_t kHalf = kRowNumel / 2;
     alignas(64) double sums[kHalf];
     for (int64_t i = 0; i < kHalf; ++i) {
         const double low = static_cast<double>(values[i]), high = static_cast<double>(values[i + kHalf]);
@@ -49,7 +36,7 @@ LOHAN_INLINE double fold_squares(const float* values) {
     return fold<kHalf>(sums);
 }
 
-// Elements i..i+numel, at most kFoldNumel, of the arrays. Returns the result as fp32: in `buffer` or in place.
+// Elements i..i+numel, at most kRowNumel, of the arrays. Returns the result as fp32: in `buffer` or in place.
 LOHAN_INLINE const float* take(const GradArrays& a, int64_t i, int64_t numel, float* __restrict buffer) {
     const void* grad = static_cast<const char*>(a.grad) + i * itemsize(a.grad_dtype);
     const float* values = as_fp32(a.grad_dtype, grad, numel, buffer);
@@ -68,21 +55,21 @@ LOHAN_INLINE const float* take(const GradArrays& a, int64_t i, int64_t numel, fl
 }
 
 LOHAN_INLINE void grad_range(const GradArrays& a, int64_t start, int64_t end) {
-    alignas(64) float buffer[kFoldNumel], padded[kFoldNumel];
+    alignas(64) float buffer[kRowNumel], padded[kRowNumel];
     for (int64_t segment = start; segment < end; segment += kSegmentNumel) {
         const int64_t segment_end = std::min(segment + kSegmentNumel, end);
-        double sums[kFoldsPerSegment] = {};
-        for (int64_t i = segment; i < segment_end; i += kFoldNumel) {
-            const int64_t numel = std::min(kFoldNumel, segment_end - i);
+        double sums[kRowsPerSegment] = {};
+        for (int64_t i = segment; i < segment_end; i += kRowNumel) {
+            const int64_t numel = std::min(kRowNumel, segment_end - i);
             const float* values = take(a, i, numel, buffer);
             if (a.parts == nullptr) continue;
-            if (numel < kFoldNumel) {
-                std::fill(std::copy_n(values, numel, padded), padded + kFoldNumel, 0.0f);
+            if (numel < kRowNumel) {
+                std::fill(std::copy_n(values, numel, padded), padded + kRowNumel, 0.0f);
                 values = padded;
             }
-            sums[(i - segment) / kFoldNumel] = fold_squares(values);
+            sums[(i - segment) / kRowNumel] = fold_squares(values);
         }
-        if (a.parts != nullptr) a.parts[segment / kSegmentNumel] = fold<kFoldsPerSegment>(sums);
+        if (a.parts != nullptr) a.parts[segment / kSegmentNumel] = fold<kRowsPerSegment>(sums);
     }
 }
 

@@ -1,4 +1,4 @@
-// Runs both operators without Python, for the address and thread sanitizers (lohan_ds/tests/test_ops.py builds it so):
+// Runs the operators without Python, for the address and thread sanitizers (lohan_ds/tests/test_ops.py builds it so):
 // arrays of exactly their size, at odd addresses, every instruction set, one to four threads, two callers at once.
 // Ends with 0 if all gave the bits of one scalar thread, else says what differed and ends with 1.
 #include <cstdio>
@@ -9,6 +9,7 @@
 
 #include "../cpu_adam/op.h"
 #include "../grad_accumulate/op.h"
+#include "grad_pack_host.cpp"
 
 namespace {
 
@@ -77,6 +78,26 @@ Held accumulate(int64_t numel, Dtype grad_dtype, int num_threads, Isa isa) {
     return held;
 }
 
+// Two gradients of `numel` elements, packed by the GPU's arithmetic, against the CPU's sums of one.
+int check_pack(int64_t numel, Dtype dtype) {
+    const std::vector<char> grad = as_bytes(dtype, State(numel).grads);
+    std::vector<double> want(static_cast<size_t>((numel + lohan::kSegmentNumel - 1) / lohan::kSegmentNumel));
+    lohan::grad_accumulate({nullptr, grad.data(), want.data(), Dtype::kFp32, dtype, numel, false}, 1, Isa::kScalar);
+    std::vector<char> out(2 * grad.size()), twice(grad);
+    twice.insert(twice.end(), grad.begin(), grad.end());
+    std::vector<double> sums(2 * want.size()), want_sums(want);
+    want_sums.insert(want_sums.end(), want.begin(), want.end());
+    const void* grads[] = {grad.data(), grad.data()};
+    const int64_t numels[] = {numel, numel}, offsets[] = {0, numel};
+    lohan_pack_on_host(2, grads, numels, offsets, out.data(), sums.data(), static_cast<int>(dtype), 1.0f);
+    const int num_bad = (out != twice) + (sums != want_sums);
+    if (num_bad) {
+        std::printf("packing: numel %lld dtype %d: %d results differ\n", static_cast<long long>(numel),
+                    static_cast<int>(dtype), num_bad);
+    }
+    return num_bad;
+}
+
 int check(int64_t numel, Dtype dtype, int num_threads, Isa isa) {
     int num_bad = 0;
     for (const bool l2 : {false, true}) {
@@ -97,6 +118,9 @@ int check(int64_t numel, Dtype dtype, int num_threads, Isa isa) {
 
 int main() {
     int num_bad = 0;
+    for (const Dtype dtype : kDtypes) {
+        for (const int64_t numel : kNumels) num_bad += check_pack(numel, dtype);
+    }
     for (const Isa isa : kIsas) {
         if (!lohan::is_present(isa)) continue;
         for (const Dtype dtype : kDtypes) {
