@@ -31,7 +31,7 @@ def init_one_rank() -> None:
             port = free.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import deepspeed
-    if not launched:
+    if os.environ["WORLD_SIZE"] == "1":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
 
