@@ -60,6 +60,8 @@ def plan_command(
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device memory to use.")] = None,
     tbw: Annotated[float | None, typer.Option(metavar="TB", min=0.001, help="Terabytes that one drive may be written "
                                               "in its life, by its data sheet.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, to read, edit and run: "
+                                                   '"lohan": {"plan": FILE}.')] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a page.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw what every resource does when, and the memory "
                                               "of every tier. Needs matplotlib.")] = None,
@@ -74,6 +76,9 @@ def plan_command(
         raise typer.BadParameter("is decided when a model is profiled: use --model", param_hint="--loss-tile-tokens")
     if hardware is not None and ssd_path:
         raise typer.BadParameter("is of this machine; a machine of --hardware has its own", param_hint="--ssd-path")
+    if save_plan is not None and device_parameters:
+        raise typer.BadParameter("the runtime does not carry out plans with --device-parameters yet",
+                                 param_hint="--save-plan")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from lohan_ds.errors import LohanError
     try:
@@ -103,12 +108,18 @@ def plan_command(
             outlook = look_ahead(profile, machine.profile, machine.num_ssds, request)
             assumed = [f"Attention: {file.attention}."] + ([f"Head and loss: {file.loss}."] if file.loss else [])
             page = make_page(file.name, profile, machine, outlook, [*notes, *assumed, *remarks])
+            if save_plan is not None and outlook.solution is not None:
+                from lohan_ds.planner.plan_file import save_plan as write_plan
+                from lohan_ds.planner.plan_layout import lay_out
+                write_plan(lay_out(outlook.solution, profile, machine.profile, file.name), save_plan)
             if plot is not None:
                 from lohan_ds.planner_plot import draw
                 draw(page, plot)
     except (LohanError, OSError) as error:
         _fail(str(error))
     _show(page, as_json)
+    if save_plan is not None and not page.fits:
+        Console(stderr=True).print(f"{escape(str(save_plan))} is not written: nothing fits", highlight=False)
     raise typer.Exit(0 if page.fits else 1)
 
 

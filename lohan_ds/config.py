@@ -29,6 +29,8 @@ MIB = 2**20
 MIN_CHUNK_BYTES = 24 * 1024      # one page of 2048 elements, 12 bytes of state each (block.py)
 MIN_BUDGET_BYTES = 4096          # below one page a number was surely meant in other units
 MIN_SSD_FREE_BYTES = 16 * MIB    # per path
+DECIDED_BY_PLAN = ("param_tier", "optimizer_tier", "update", "prefetch_depth", "chunk_bytes", "activations",
+                   "activation_space")   # keys that a plan file takes the place of
 AUTOMATIC = {"prefetch_depth": 2, "chunk_bytes": 16 * MIB, "ssd_threads": 4}
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -68,6 +70,15 @@ class LohanConfig(pydantic.BaseModel):
 
     optimizer_tier: Literal["host", "ssd"] | None = _setting('"host" or "ssd"', "host if all fits, else ssd")
     """Where fp32 master weights and Adam's moments live. By default the fastest tier with room."""
+
+    sequence_length: int | None = Field(None, ge=1, json_schema_extra={"what": "tokens", "automatic": "unknown"})
+    """Tokens per sequence, the longest that you train with. Lets the automatic plan count what a model of transformers
+    saves for backward, and decide about it layer by layer. Unknown by default: all of it is then kept on the device."""
+
+    plan: str | None = _setting("path of a file", "none")
+    """A plan to carry out as it stands, block by block and activation by activation: what `lohan plan --save-plan`
+    wrote, edited or not. It takes the place of `param_tier`, `optimizer_tier`, `update`, `prefetch_depth`,
+    `chunk_bytes`, `activations` and `activation_space`. None by default: a plan is made when the run starts."""
 
     update: Literal["eager", "deferred", "serial"] | None = _setting(
         '"eager", "deferred" or "serial"', "eager or deferred, step by step, if shadow slots fit, else deferred")
@@ -151,7 +162,8 @@ class LohanConfig(pydantic.BaseModel):
                               'they have a unit, like "24GB"')
         return nbytes
 
-    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "loss_tile_tokens", mode="before")
+    @pydantic.field_validator("prefetch_depth", "ssd_threads", "update_threads", "loss_tile_tokens", "sequence_length",
+                              mode="before")
     @classmethod
     def _no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
@@ -167,6 +179,14 @@ class LohanConfig(pydantic.BaseModel):
         wanting += [f"lohan.run_name is {self.run_name!r}"] if self.run_name is not None else []
         if wanting and not self.ssd_paths:
             raise ConfigError(f"lohan.ssd_paths: missing, and {wanting[0]}; name a directory on the SSD")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_plan(self) -> LohanConfig:
+        decided = [name for name in DECIDED_BY_PLAN if getattr(self, name) is not None]
+        if self.plan is not None and decided:
+            raise ConfigError(f"lohan.{decided[0]}: lohan.plan is {self.plan!r}, and that file decides it; edit the "
+                              "file, or remove one of the two")
         return self
 
     @pydantic.model_validator(mode="after")

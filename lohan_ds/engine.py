@@ -20,6 +20,10 @@ from lohan_ds.config import effective_ds_config, ignored_keys, parse
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
+from lohan_ds.plan import LossTiles
+from lohan_ds.plan_sources import RunFacts
+from lohan_ds.planner.comparison import Row, prediction_text
+from lohan_ds.profile import ModelProfile
 from lohan_ds.run_state import RUN_MARK, pack_state, set_random_state, unpack_state
 from lohan_ds.step_summary import StepSummary
 from lohan_ds.zero_params import ZeroParams, convert_to_zero3, set_status
@@ -43,6 +47,7 @@ class LohanEngine(DeepSpeedEngine):
 
     Raises ConfigError or CapacityError before any parameter is moved.
     """
+    profile_live = None   # set by integrations: profile_live of live_model.py
 
     def __init__(self, *args, config=None, config_class=None, mpu=None, mesh_device=None, **kwargs):
         self.__dict__["offload"] = None
@@ -69,6 +74,11 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is not None:
             if self.global_rank == 0:
                 _announce(self.offload.plan_table)
+                file, remark = self.offload.run_plan.file, self.offload.run_plan.remark
+                if file is not None and file.predicted is not None:
+                    _announce(prediction_text(file))
+                if remark:
+                    _announce(f"lohan plan: {remark}")
             if self.offload.is_durable:
                 self._begin_or_resume()
 
@@ -106,13 +116,23 @@ class LohanEngine(DeepSpeedEngine):
         convert_to_zero3(self.module, self.config)
         self.__dict__["offload"] = offload = Offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
-            torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None)
+            torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None,
+            facts=self._run_facts(), announce=_announce if self.global_rank == 0 else None,
+            compare_every_steps=self.steps_per_print() if self.lohan_config.step_report else None)
         process_end.close_at_end(self, offload)
         params = [p for members in offload.model_blocks.params for p in members]
         self.__dict__["zero_params"] = ZeroParams(offload.streamer, params)
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
         return LohanOptimizer(offload, optimizer, self.gradient_clipping(), dtype, self.loss_scale(),
                               self.dynamic_loss_scale(), self.dynamic_loss_scale_args())
+
+    def _run_facts(self) -> RunFacts:
+        micro_batch, device_type = self.train_micro_batch_size_per_gpu(), torch.device(self.device).type
+
+        def profile_model(sequence_length: int, tiles: LossTiles | None) -> ModelProfile:
+            return self.profile_live(self.module, micro_batch, sequence_length, device_type, tiles)
+
+        return RunFacts(micro_batch, self.gradient_clipping() > 0, profile_model if self.profile_live else None)
 
     def _begin_or_resume(self) -> None:
         """A run with a name: goes on after its last committed step, if it has one."""
@@ -242,6 +262,12 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is None or self.offload.recorder is None:
             return None
         return self.offload.recorder.step_summary(self.offload.gradients.updater.oldest_due_step())
+
+    def lohan_comparison(self) -> list[Row]:
+        """What the plan predicted of a step against what was measured, over the last steps but the first two. Empty
+        before there are any, and where nothing was predicted of the plan that is carried out."""
+        check = self.offload.plan_check if self.offload is not None else None
+        return check.rows() if check is not None else []
 
     # -- weights out ---------------------------------------------------------------------------------------------
 

@@ -6,11 +6,14 @@ import ctypes
 import functools
 import logging
 import os
+import resource
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +26,12 @@ from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.model_blocks import values_of
 from lohan_ds.ops.loader import native
 from lohan_ds.plan import OffloadPlan
+from lohan_ds.plan_check import PlanCheck
+from lohan_ds.plan_sources import RunFacts
+from lohan_ds.planner.plan_file import PlanFile
+from lohan_ds.planner.plan_layout import offload_plan
 from lohan_ds.planner.search import plan_table
-from lohan_ds.profile import Budgets
+from lohan_ds.profile import Budgets, HardwareProfile, MemoryTier, ModelProfile
 from lohan_ds.run_plan import model_size, plan_run
 from lohan_ds.runtime.activation_swapper import ActivationSwapper
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
@@ -55,10 +62,14 @@ class Offload:
 
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
-                 make_io=make_ssd_io, report: Callable[[str], None] | None = None):
+                 make_io=make_ssd_io, report: Callable[[str], None] | None = None, facts: RunFacts | None = None,
+                 announce: Callable[[str], None] | None = None, compare_every_steps: int | None = None):
+        """`report`: for the line of a step. `facts`: of the training; without, the plan is made of bytes alone.
+        `announce`: for what is predicted, and later compared with what is measured, again every so many steps."""
         self.device = device
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
-        self.model_blocks, self.plan, budgets = plan_run(model, config, group_of, accumulation, device)
+        self.run_plan = plan_run(model, config, group_of, accumulation, device, facts)
+        self.model_blocks, self.plan, budgets = self.run_plan[:3]
         self.blocks = self.model_blocks.blocks
         self._tiled_head = _tiled_head(model, self.plan, config)
         self.plan_table = plan_table(model_size(self.model_blocks), self.plan, budgets)
@@ -67,8 +78,11 @@ class Offload:
         self.swapper: ActivationSwapper | None = None   # None: the plan keeps all activations
         self._finish: Callable[[], None] | None = None   # the first of them, of a durable run
         self.recorder: Recorder | None = None   # None: nobody asked for a report or a trace
-        if config.step_report or config.trace_path:
+        self._others_bytes = psutil.Process().memory_info().rss - self.run_plan.model_bytes   # of libraries and data
+        self.plan_check = None if announce is None else self._make_plan_check(announce, compare_every_steps)
+        if config.step_report or config.trace_path or self.plan_check is not None:
             self.recorder = Recorder(report if config.step_report else None, config.trace_path)
+            self.recorder.on_final = self.plan_check.add if self.plan_check is not None else None
             self.closers.append(self.recorder.close)
         try:
             self._build(config, budgets, streams or make_streams(device), make_io, set_status)
@@ -149,6 +163,33 @@ class Offload:
         self.swapper.attach()
         saved.use_hooks(*self.swapper.saved_tensors_hooks)
 
+    def _make_plan_check(self, announce: Callable[[str], None], every_steps: int | None) -> PlanCheck | None:
+        """None if nothing was predicted of this plan."""
+        file, profile = self.run_plan.file, self.run_plan.profile
+        if file is None or not file.is_as_planned:
+            return None
+        return PlanCheck(file, announce, _weakly(self._peak_bytes, {}), every_steps,
+                         None if profile is None else functools.partial(_replan, profile),
+                         _weakly(self._change_activations, None))
+
+    def _peak_bytes(self) -> dict[MemoryTier, int]:
+        """What `PlanCheck` compares. Where the host's memory is the device's, all that the process has taken since."""
+        if self.streams.unified:
+            return {"host": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._others_bytes}
+        return {"host": self.budget.peak_bytes, "device": torch.cuda.max_memory_allocated(self.device)}
+
+    def _change_activations(self, file: PlanFile) -> bool | None:
+        """As `PlanCheck` wants it: other policies for activations, in the space that was taken at the start."""
+        names = [unit.name for unit in self.model_blocks.units]
+        new, old = offload_plan(file, self.blocks, names, file.accumulation, None, "plan").activations, \
+            self.plan.activations
+        if self.swapper is None or new.host_bytes > old.host_bytes or new.ssd_bytes > old.ssd_bytes:
+            return None
+        changed = self.swapper.change_policies(new.policies or ((),) * len(names))
+        if changed:
+            self.plan = replace(self.plan, activations=replace(old, policies=new.policies))
+        return changed
+
     def flush(self) -> None:
         """Parameters that user code changed in place reach the store."""
         for block in self.blocks:
@@ -171,6 +212,8 @@ class Offload:
                 self.end_run()   # before the update is stopped
             if self.recorder is not None:
                 _end_recording(self.recorder, self.gradients.updater)
+            if self.plan_check is not None:
+                self.plan_check.end()
             self.gradients.stop()   # else a fetch that waits for the update would hold up `detach`
             self.closers.append(self.streamer.detach)
             if self._tiled_head is not None:
@@ -314,6 +357,22 @@ def _finish(updater: Updater, store: BlockStore, flush: weakref.WeakMethod) -> N
         store.finish()
     except (StoreError, StepError) as error:
         logger.warning("the run ends at its last commit: %s", error)
+
+
+def _weakly(method: Callable, otherwise) -> Callable:
+    """The method, for somebody who must not keep its object alive; `otherwise` once that is gone."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args):
+        bound = weak()
+        return otherwise if bound is None else bound(*args)
+
+    return call
+
+
+def _replan(profile: ModelProfile, file: PlanFile, hardware: HardwareProfile) -> PlanFile | None:
+    from lohan_ds.planner.automatic import plan_at_rates   # it imports scipy
+    return plan_at_rates(file, hardware, profile)
 
 
 def _end_recording(recorder: Recorder, updater) -> None:

@@ -43,6 +43,7 @@ class ActivationPlan:
     num_buffers: int = 0               # host buffers between device and SSD, at least 1 for "swap_ssd"
     buffer_bytes: int = 0              # of each of them, a multiple of 4096; larger items pass in pieces
     smallest_swap_bytes: int = 4096    # what is smaller is kept
+    device_bytes: int = 0              # of device memory for what is kept, on its way or running; 0: unknown
 
 
 TILE_TOKENS = 512

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lohan_ds.errors import ConfigError
 from lohan_ds.planner.memory_model import format_bytes
 from lohan_ds.planner.page import Page, StepFacts
-from lohan_ds.planner.page_text import RESOURCES
+from lohan_ds.planner.text import RESOURCES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

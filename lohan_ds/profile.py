@@ -65,6 +65,7 @@ class ActivationItem:
     nbytes: int
     recompute_flops: float               # to make it again from the items before it; 0 for "input"
     is_input: bool = False               # the block's input: never recomputed
+    is_outside: bool = False             # saved outside of units, or around them, as for the loss: can only be kept
 
 
 @dataclass(frozen=True)

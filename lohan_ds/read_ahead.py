@@ -33,7 +33,8 @@ class ReadAhead:
         """`on_read`: called in any thread when there may be something to do for `advance` again."""
         self._on_read = on_read
         self._reading: list[Work] = []
-        self._chunks = [(block, chunk) for block in blocks if block.trainable for chunk in block.chunks]
+        self._chunks = [(block, chunk) for block in blocks if block.trainable and store.reads_for_update(block.index)
+                        for chunk in block.chunks]
         self._store = store
         self._ring = BufferRing(pool, num_chunks, max(store.chunk_buffer_bytes, 1), "optimizer state read ahead")
         self._entries: dict[tuple[int, int], Ahead] = {}   # by (block, chunk)

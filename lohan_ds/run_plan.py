@@ -4,6 +4,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,11 @@ from lohan_ds.errors import ConfigError
 from lohan_ds.memory.budget import available_host_bytes
 from lohan_ds.model_blocks import ModelBlocks, split_into_blocks, values_of
 from lohan_ds.plan import ActivationPlan, LossTiles, OffloadPlan, loss_tiles
+from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, plan_from_file
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
+from lohan_ds.planner.plan_file import PlanFile, load_plan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
-from lohan_ds.profile import Budgets, ModelSize
+from lohan_ds.profile import Budgets, ModelProfile, ModelSize
 from lohan_ds.runtime.tiled_head import UnknownHead, find_head
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
@@ -25,14 +29,31 @@ from lohan_ds.store.manifest import read_manifests
 NUM_SWAP_BUFFERS, SWAP_BUFFER_BYTES = 4, 8 << 20   # between device and SSD
 
 
-def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
-             device: torch.device) -> tuple[ModelBlocks, OffloadPlan, Budgets]:
+class RunPlan(NamedTuple):
+    """What a run is carried out by."""
+    model_blocks: ModelBlocks
+    plan: OffloadPlan
+    budgets: Budgets
+    model_bytes: int               # of the model's own tensors in RAM, which give way to the store
+    file: PlanFile | None = None   # that the plan was made from
+    profile: ModelProfile | None = None   # what the plan of the file was made with, if that is known
+    remark: str = ""               # for the user: what kept the automatic plan from being a better one
+
+
+def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
+             facts: RunFacts | None = None) -> RunPlan:
     """Cuts the model and decides where its bytes live. Raises CapacityError when it does not fit. Moves nothing;
-    works on meta tensors."""
+    works on meta tensors. `facts`: of the training; without, the plan is made of bytes alone."""
+    given = load_plan(config.plan) if config.plan else None
     run_dirs = named_run_dirs(config.ssd_paths, config.run_name) if config.run_name else []
     existing = read_manifests(run_dirs) if run_dirs else None
     chunk_bytes, durability = config.chunk_bytes, config.durability if config.run_name else "none"
+    if given is not None:
+        chunk_bytes = given.chunk_bytes
     if existing is not None:   # its files are as they are
+        if given is not None and chunk_numel_for(chunk_bytes) != existing.chunk_numel:
+            raise ConfigError(f"{config.plan}: the run {config.run_name!r} was begun with chunk_bytes "
+                              f"{existing.chunk_numel * STATE_BYTES_PER_NUMEL}, the plan has {chunk_bytes}; keep that")
         chunk_bytes = existing.chunk_numel * STATE_BYTES_PER_NUMEL
         if durability not in (None, existing.durability):
             raise ConfigError(f'lohan.durability: got "{durability}", but the run {config.run_name!r} was begun with '
@@ -40,13 +61,32 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
         durability = existing.durability
     cut_bytes = chunk_bytes or config.with_defaults().chunk_bytes
     model_blocks = split_into_blocks(model, group_of, chunk_numel_for(cut_bytes))
-    budgets = find_budgets(config, device, sum(p.nbytes for p in _tensors_in_memory(model_blocks)),
-                           run_dirs if existing is not None else [])
+    model_bytes = sum(p.nbytes for p in _tensors_in_memory(model_blocks))
+    budgets = find_budgets(config, device, model_bytes, run_dirs if existing is not None else [])
+    size, tiles = model_size(model_blocks), _loss_tiles(model, config, device)
+    if given is not None:
+        plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets,
+                              tiles)
+        return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, model_bytes, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
-                          _activation_plan(config, model_blocks), _loss_tiles(model, config, device))
-    plan, blocks = make_plan(model_size(model_blocks), request, budgets)
-    return model_blocks._replace(blocks=blocks), plan, budgets
+                          _activation_plan(config, model_blocks), tiles)
+    plan, _ = make_plan(size, request, budgets)
+    model_blocks = _with_chunks(model_blocks, plan)
+    if facts is None or not may_plan_by_rates(config, plan):
+        return RunPlan(model_blocks, plan, budgets, model_bytes)
+    rated = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks), accumulation, facts,
+                          device, budgets)
+    return RunPlan(model_blocks, rated.plan, budgets, model_bytes, rated.file, rated.profile, rated.remark)
+
+
+def _with_chunks(model_blocks: ModelBlocks, plan: OffloadPlan) -> ModelBlocks:
+    return model_blocks._replace(blocks=tuple(replace(block, chunk_numel=plan.chunk_numel)
+                                              for block in model_blocks.blocks))
+
+
+def _unit_names(model_blocks: ModelBlocks) -> list[str]:
+    return [unit.name for unit in model_blocks.units]
 
 
 def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> ActivationPlan:

@@ -53,6 +53,7 @@ class StepSummary:
     num_speculated: int                   # block updates begun in backward that stood
     num_dropped: int                      # and that did not
     is_final: bool                        # its update is over
+    ssd_busy_s: float = 0.0               # the union of its reads and writes
 
     def line(self) -> str:
         if self.hidden_bytes_share is None:
@@ -109,6 +110,7 @@ class StepAccount:
         self.label: int | None = None        # set when the step has ended
         self.phase_s = dict.fromkeys(PHASES, 0.0)
         self.busy = {resource: Intervals() for resource in RESOURCES}
+        self.ssd = Intervals()
         self.nbytes = dict.fromkeys(RESOURCES, 0)
         self.stall_s = dict.fromkeys(STALL_CAUSES, 0.0)
         self.update = Intervals(hidden_s)
@@ -119,6 +121,8 @@ class StepAccount:
     def add(self, span: Span) -> None:
         start, end = span.start_s, span.end_s
         self.busy[span.resource].add(start, end)
+        if span.resource in ("ssd_read", "ssd_write"):
+            self.ssd.add(start, end)
         self.nbytes[span.resource] += span.nbytes
         if span.resource == "stall":
             self.stall_s[span.name] += end - start
@@ -136,4 +140,4 @@ class StepAccount:
             label, self.phase_s["forward"], self.phase_s["backward"], self.phase_s["step"], sum(self.phase_s.values()),
             {resource: busy.seconds()[0] for resource, busy in self.busy.items()}, dict(self.nbytes), update_bytes,
             hidden_bytes / update_bytes if update_bytes else None, hidden_s / update_s if update_s else None,
-            dict(self.stall_s), self.num_speculated, self.num_dropped, is_final)
+            dict(self.stall_s), self.num_speculated, self.num_dropped, is_final, self.ssd.seconds()[0])

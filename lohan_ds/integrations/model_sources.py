@@ -50,7 +50,7 @@ def model_from(source: str | Path | Any, micro_batch: int, sequence_length: int,
     else:
         config, origin = source, "its config"
     model = _transformers_model(config, dtype, fused_attention)
-    inputs = _example_inputs(model, micro_batch, sequence_length, dtype)
+    inputs = example_inputs(model, micro_batch, sequence_length, dtype)
     return ModelSource(model, inputs, find_loss, f"{type(model).__name__} from {origin}")
 
 
@@ -126,7 +126,7 @@ def _no_chatter(transformers: Any):
         transformers.logging.set_verbosity(verbosity)
 
 
-def _example_inputs(model: Any, micro_batch: int, sequence_length: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def example_inputs(model: Any, micro_batch: int, sequence_length: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """As a data collator would make them; labels where the model takes some."""
     main = model.main_input_name
     if main == "pixel_values":

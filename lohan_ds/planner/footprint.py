@@ -19,6 +19,7 @@ from lohan_ds.profile import HardwareProfile, MemoryTier, ModelProfile
 NUM_CHUNK_BUFFERS = 3        # of the update pipeline: read | Adam | write
 NUM_SPILL_BUFFERS = 4        # between device and SSD: two on their way out, two on their way in
 SPILL_BUFFER_BYTES = 64 * 2**20   # of each; larger items pass in pieces
+TENSORS_PER_ITEM = 4         # of what is swapped: as many may be rounded up to a page each
 HELD_GRADIENTS = "gradients held until the update"   # as `memory_model` names them
 # Orders that may drop or redo an update keep the old values in a second slot.
 WITH_SHADOW: tuple[UpdateOrder, ...] = ("eager",)
@@ -62,13 +63,23 @@ def state_bytes(block: BlockClass, tier: StateTier, update: UpdateOrder) -> Tier
     return at(tier, block.state_bytes, False).times(2 if update in WITH_SHADOW else 1)
 
 
+def read_ahead_bytes(blocks: Iterable[BlockClass]) -> TierBytes:
+    """Of the buffer of one chunk that is read ahead: all are of the size that the largest needs."""
+    return TierBytes(host=max((block.chunk_buffer_bytes for block in blocks if block.trainable), default=0))
+
+
 def activation_bytes(item: ItemClass, tier: ActivationTier, unified: bool) -> TierBytes:
     """Of one saved item between forward and backward. Recomputed ones are in the running unit's bytes only."""
     if tier == "recompute":
         return TierBytes()
     if tier == "keep":
         return at("device", item.nbytes, unified)
-    return at(tier, round_up(item.nbytes, IO_ALIGN_BYTES), unified)
+    return at(tier, swapped_bytes(item.nbytes), unified)
+
+
+def swapped_bytes(nbytes: int) -> int:
+    """Space that one swapped item is given."""
+    return round_up(nbytes, IO_ALIGN_BYTES) + (TENSORS_PER_ITEM - 1) * IO_ALIGN_BYTES
 
 
 def in_flight_bytes(items: Iterable[ItemClass]) -> int:
@@ -79,8 +90,12 @@ def in_flight_bytes(items: Iterable[ItemClass]) -> int:
 
 def spill_bytes(items: Iterable[ItemClass]) -> int:
     """Host bytes of the buffers between device and SSD, if any of `items` is spilled."""
-    largest_bytes = max((round_up(item.nbytes, IO_ALIGN_BYTES) for item in items), default=0)
-    return NUM_SPILL_BUFFERS * min(largest_bytes, SPILL_BUFFER_BYTES)
+    return NUM_SPILL_BUFFERS * spill_buffer_bytes(item.nbytes for item in items)
+
+
+def spill_buffer_bytes(item_bytes: Iterable[int]) -> int:
+    """Of one buffer between device and SSD."""
+    return min(max((round_up(nbytes, IO_ALIGN_BYTES) for nbytes in item_bytes), default=0), SPILL_BUFFER_BYTES)
 
 
 def fixed_needs(model: ModelProfile, schedule: Schedule, unified: bool) -> list[Need]:
@@ -114,6 +129,7 @@ def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrd
     for item, counts in zip(groups.items, placement.activations):
         for tier, count in counts.items():
             activations += activation_bytes(item, tier, unified).times(count)
+    ahead = read_ahead_bytes(groups.blocks).times(sum(placement.read_ahead))
     swapped = [item for item, counts in zip(groups.items, placement.activations)
                if counts.get("host", 0) + counts.get("ssd", 0)]
     in_flight = max((in_flight_bytes(item for item in swapped if item.unit_class == unit_class)
@@ -122,6 +138,7 @@ def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrd
     slots = " (two slots of what is trained)" if update in WITH_SHADOW else ""
     items = []
     for what, total in ((f"parameters{slots}", params), (f"optimizer state{slots}", states),
+                        (f"state read ahead ({sum(placement.read_ahead)} chunks)", ahead),
                         ("saved activations", activations),
                         ("activations on their way", at("device", in_flight, unified)),
                         ("buffers of activations to and from the SSD", at("host", spill, unified))):

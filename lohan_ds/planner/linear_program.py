@@ -3,7 +3,7 @@
 Columns are counts, columns.py. A count's coefficients are the seconds and bytes of a single part, so no formula of
 the time or memory model stands here a second time. Rows:
 
-    counts      per class, the counts add up to its size
+    counts      per class, the counts add up to its size; chunks read ahead are of state on the SSD
     time        per group of overlapping phases and resource r:  sum of seconds_r <= seconds of the group
     memory      per tier:  sum of bytes <= budget
     in flight   a switch (0 or 1) per item class: is any of it swapped; the unit with most in flight counts
@@ -30,7 +30,7 @@ from lohan_ds.planner.traffic import StepTraffic, compute_traffic
 from lohan_ds.profile import HardwareProfile, MemoryTier, ModelProfile
 
 BYTES_UNIT = 1e6            # memory rows are in MB: the solver's tolerance of 1e-6 is then one byte
-MOVED_BYTES_WEIGHT = 1e-3   # of a byte over the link against one written to the SSD, between plans of equal time
+MOVED_BYTES_WEIGHT = 1e-3   # of a byte over the link, or made again, against one written to the SSD, at equal time
 INFEASIBLE = 2              # scipy's status of a program that was proven to have no answer
 Terms = Iterable[tuple[int, float]]   # (column number, coefficient)
 
@@ -60,6 +60,8 @@ class LinearProgram:
         self._by_phase = {phase: np.array([tuple(vars(seconds[phase]).values()) for seconds in each]).T / self._unit_s
                           for phase in base}
         self._add_count_rows()
+        self._add_read_ahead_rows()
+        self._add_stored_rows(allowed)
         self._time_terms = self._add_time_rows()
         self._memory_rows = self._add_memory_rows()
 
@@ -76,12 +78,15 @@ class LinearProgram:
         return Answer(self._counts(result), (result.mip_dual_bound or 0.0) * self._unit_s)
 
     def calmest(self, seconds: float, time_limit_s: float) -> tuple[int, ...] | None:
-        """Of the placements that take at most `seconds`, one that writes least to the SSD and moves least."""
+        """Of the placements that take at most `seconds`, one that writes least to the SSD, then moves and makes
+        again least."""
         weights = []
         for number, column in enumerate(self.columns):
             moved = column.traffic.of_step(self._schedule.accumulation)
-            weights.append((number, (moved.ssd_write_bytes + MOVED_BYTES_WEIGHT * (moved.h2d_bytes + moved.d2h_bytes))
-                            / BYTES_UNIT))
+            remade_bytes = self._groups.items[column.class_index].nbytes if column.tier == "recompute" else 0
+            held_bytes = column.nbytes.host if column.kind == "read_ahead" else 0
+            busy_bytes = moved.h2d_bytes + moved.d2h_bytes + remade_bytes + held_bytes
+            weights.append((number, (moved.ssd_write_bytes + MOVED_BYTES_WEIGHT * busy_bytes) / BYTES_UNIT))
         limit = (dict(self._time_terms), -math.inf, seconds / self._unit_s)
         return self._counts(self._solve(weights, [limit], relative_gap=1e-3, time_limit_s=time_limit_s))
 
@@ -140,6 +145,22 @@ class LinearProgram:
         for key, size in sizes.items():
             members = [n for n, column in enumerate(self.columns) if (column.kind, column.class_index) == key]
             self._add_row(((number, 1.0) for number in members), size, size)
+
+    def _add_read_ahead_rows(self) -> None:
+        """Only what lies on the SSD is read ahead."""
+        on_ssd = {column.class_index: number for number, column in enumerate(self.columns)
+                  if (column.kind, column.tier) == ("states", "ssd")}
+        for number, column in enumerate(self.columns):
+            if column.kind == "read_ahead":
+                chunks = self._groups.blocks[column.class_index].num_chunks
+                states = [(on_ssd[column.class_index], -float(chunks))] if column.class_index in on_ssd else []
+                self._add_row([(number, 1.0), *states], -math.inf, 0.0)
+
+    def _add_stored_rows(self, allowed: AllowedTiers) -> None:
+        for number, column in enumerate(self.columns):
+            if allowed.stored is not None and column.kind in ("params", "states"):
+                count = getattr(allowed.stored, column.kind)[column.class_index].get(column.tier, 0)
+                self._add_row([(number, 1.0)], count, count)
 
     def _add_time_rows(self) -> list[tuple[int, float]]:
         """[Note: update orders] of time_model.py. Returns the step's seconds as terms."""

@@ -1,6 +1,6 @@
 """Bytes each tier needs under a plan, item by item, and the table that shows them. No torch.
 
-Not here: activations, logits and the user's own data. Those depend on the batch; the table says so.
+Not here: the user's own data, and activations unless the plan knows them: those depend on the batch. The table says so.
 
 Worked size: 32 Llama-7B layers (bf16; 405 MB of params and 2.43 GB of state each), everything on the host, GPU,
 prefetch_depth 2: host 13.0 GB params + 77.7 GB state + 13.0 GB held gradients + 1.6 GB staging buffers
@@ -18,6 +18,8 @@ IO_ALIGN_BYTES = 4096
 NORM_SEGMENT_NUMEL = 16384   # elements for each sum of squares, as in ops/grad_accumulate.py
 MEMORY_TIERS: tuple[MemoryTier, ...] = ("host", "device", "ssd")
 NOT_INCLUDED = "Not included: activations, logits and your own data; leave room for them in host and device memory."
+DATA_NOT_INCLUDED = "Not included: your own data and libraries; leave room for them in host and device memory."
+DEVICE_ACTIVATIONS = "activations, the running unit's included"
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def _for_update(model: ModelSize, plan: OffloadPlan) -> list[Need]:
 
 
 def _for_activations(plan: OffloadPlan, unified: bool) -> list[Need]:
-    """Where activations are swapped to. Those that are kept depend on the batch."""
-    swap = plan.activations
+    """Where activations are swapped to, and what is on the device if the plan knows it."""
+    swap, device = plan.activations, "host" if unified else "device"
     return [Need("host", "swapped activations", 0 if unified else swap.host_bytes),
             Need("host", f"buffers of swapped activations ({swap.num_buffers})", swap.num_buffers * swap.buffer_bytes),
-            Need("ssd", "swapped activations", swap.ssd_bytes)]
+            Need("ssd", "swapped activations", swap.ssd_bytes), Need(device, DEVICE_ACTIVATIONS, swap.device_bytes)]
 
 
 def _for_loss(plan: OffloadPlan, unified: bool) -> list[Need]:
@@ -102,10 +104,10 @@ def _for_loss(plan: OffloadPlan, unified: bool) -> list[Need]:
 def update_buffer_bytes(model: ModelSize, plan: OffloadPlan) -> int:
     """Of one chunk buffer of the update; 0 when no trained block is on SSD."""
     on_ssd = [b for b in model.blocks if b.trainable and "ssd" in (plan.state_tier[b.index], plan.param_tier[b.index])]
-    return max((_chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
+    return max((chunk_record_bytes(b, plan.chunk_numel) for b in on_ssd), default=0)
 
 
-def _chunk_record_bytes(block: Block, chunk_numel: int) -> int:
+def chunk_record_bytes(block: Block, chunk_numel: int) -> int:
     """Bytes of the largest chunk's state arrays and params, as read from and written to the SSD."""
     numel = min(chunk_numel, block.numel)
     return (round_up(numel * 4 * len(block.state_kinds), IO_ALIGN_BYTES)
@@ -164,4 +166,5 @@ def table(items: list[Need], budgets: Budgets) -> str:
     for row in rows:
         cells = [row[i].rjust(widths[i]) if i == 2 else row[i].ljust(widths[i]) for i in range(5)]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, NOT_INCLUDED])
+    knows_activations = any(item.what == DEVICE_ACTIVATIONS for item in items)
+    return "\n".join([*lines, DATA_NOT_INCLUDED if knows_activations else NOT_INCLUDED])

@@ -6,15 +6,14 @@ from textwrap import wrap
 
 from lohan_ds.planner.memory_model import format_bytes
 from lohan_ds.planner.page import ActivationLine, BlockShare, Page, StepFacts, TierUse, Variant
+from lohan_ds.planner.text import RESOURCES, rate_text, seconds_text, text_table
 
 WIDTH = 100             # characters
 BAR_WIDTH = 30
-RESOURCES = {"device": "compute", "h2d": "to device", "d2h": "from device", "ssd": "SSD", "cpu": "CPU update",
-             "fetch": "fetching"}   # as `ResourceSeconds` names them
 POLICIES = {"keep": "kept on the device", "host": "swapped to the host", "ssd": "swapped to the SSD",
             "recompute": "recomputed"}
 TIME_MODEL = ("Seconds are what the busiest resource of each phase takes, without latency and without the filling and "
-              "draining of pipelines, and without the optimizer state that a deferred update reads ahead in backward.")
+              "draining of pipelines.")
 PLACEMENT = ("Parameters and optimizer state lie on the host or the SSD, as the runtime carries it out today; "
              "--device-parameters plans with parameters that stay on the device too.")
 DEVICE_PARAMETERS = "Parameters may stay on the device in this plan. The runtime does not carry that out yet."
@@ -48,13 +47,13 @@ def _headline(page: Page) -> list[str]:
 def _step(page: Page, plan: StepFacts) -> list[str]:
     sequences = page.model.micro_batch * page.model.accumulation
     resources = [name for name in RESOURCES if any(seconds[name] for seconds in plan.work_s.values())]
-    lines = [f"{_seconds(plan.step_s)} per step, {_rate(plan.tokens_per_s)} tokens/s "
-             f"({_rate(sequences / plan.step_s)} sequences/s); no better plan saves more than {plan.gap:.1%}",
+    lines = [f"{seconds_text(plan.step_s)} per step, {rate_text(plan.tokens_per_s)} tokens/s "
+             f"({rate_text(sequences / plan.step_s)} sequences/s); no better plan saves more than {plan.gap:.1%}",
              f"update {plan.update}, prefetch depth {plan.prefetch_depth}", ""]
-    lines += _table([("phase", "times", "each", "what binds")] +
-                    [(phase.name, str(phase.count), _seconds(phase.seconds), RESOURCES[phase.binding])
+    lines += text_table([("phase", "times", "each", "what binds")] +
+                    [(phase.name, str(phase.count), seconds_text(phase.seconds), RESOURCES[phase.binding])
                      for phase in plan.phases if phase.seconds], "<>><")
-    lines += ["", *_table([("seconds of work", *(RESOURCES[name] for name in resources))] +
+    lines += ["", *text_table([("seconds of work", *(RESOURCES[name] for name in resources))] +
                           [(name, *(f"{seconds[resource]:.3g}" for resource in resources))
                            for name, seconds in plan.work_s.items()], "<" + ">" * len(resources))]
     return lines
@@ -80,8 +79,8 @@ def _tier_line(tier: TierUse) -> str:
 def _missing(page: Page) -> list[str]:
     missing = page.missing
     return [*wrap(f"missing: {missing.message}", WIDTH),
-            *wrap(f"the cheapest change that would fit: {missing.change}; then {_seconds(missing.step_s)} per step, "
-                  f"{_rate(missing.tokens_per_s)} tokens/s", WIDTH)]
+            *wrap(f"the cheapest change that would fit: {missing.change}; then {seconds_text(missing.step_s)} per "
+                  f"step, {rate_text(missing.tokens_per_s)} tokens/s", WIDTH)]
 
 
 def _places(plan: StepFacts) -> list[str]:
@@ -131,27 +130,13 @@ def _variants(page: Page) -> list[str]:
     rows = [("what if", "per step", "tokens/s", "")]
     rows += [_variant(variant, f"{variant.change}, {why}" if variant is other else variant.change)
              for variant in (other, *page.what_if)]
-    return _table(rows, "<>><")
+    return text_table(rows, "<>><")
 
 
 def _variant(variant: Variant, change: str) -> tuple[str, str, str, str]:
     if variant.step_s is None:
         return change, "", "", variant.reason
-    return change, _seconds(variant.step_s), _rate(variant.tokens_per_s), f"x {variant.factor:.2f}"
-
-
-def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(alignments))]
-    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths)).rstrip()
-            for row in rows]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+    return change, seconds_text(variant.step_s), rate_text(variant.tokens_per_s), f"x {variant.factor:.2f}"
 
 
 def _count(count: float) -> str:

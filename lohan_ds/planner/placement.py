@@ -1,8 +1,13 @@
 """How many of a model's alike parts lie where: groups of equal blocks and equal saved activations, and their counts.
 
 Equal parts are interchangeable, so a placement is a count per tier, not a choice per part. `spread` turns counts
-back into a tier per part, evenly interleaved over depth: contiguous layouts leave one link idle while another works.
-Values only.
+back into a tier per part, [Note: layout]. Values only.
+
+[Note: layout]
+Each tier is spread evenly over depth: contiguous layouts leave one link idle while another works, and a runtime that
+looks a few units ahead cannot make up for that. Who goes first is chosen by what nothing can hide. The first blocks lie
+in the fastest tier in use: the next forward begins with their update and with their parameters. The last items of
+forward are kept where any are: backward begins with them, and a swapped one would have no compute to hide under.
 """
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lohan_ds.planner.memory_model import chunk_record_bytes
 from lohan_ds.profile import ModelProfile
 
 ParamTier = Literal["device", "host", "ssd"]
@@ -29,8 +35,10 @@ class BlockClass:
     param_bytes: int                 # of one block, as the device needs them
     state_bytes: int                 # of one block: 12 per element of a 16-bit block, 0 where frozen
     trainable: bool
+    num_chunks: int                  # of one block
+    chunk_buffer_bytes: int          # that the update of its largest chunk takes
     num_uses: int                    # units that need one block: each fetches it in forward and in backward
-    may_stay_on_device: bool         # False where the parameters are the master that the CPU updates (fp32)
+    is_master: bool                  # the parameters are what the CPU updates (fp32): they never stay on the device
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class ItemClass:
     nbytes: int                      # of one item, of one micro-batch
     recompute_flops: float           # of one item
     is_input: bool                   # a block's input: never recomputed
+    is_outside: bool = False         # can only be kept
 
     @property
     def benefit(self) -> float:
@@ -65,6 +74,7 @@ class Placement:
     params: tuple[Mapping[ParamTier, int], ...]           # by block class
     states: tuple[Mapping[StateTier, int], ...]           # by block class; empty where frozen
     activations: tuple[Mapping[ActivationTier, int], ...]  # by item class
+    read_ahead: tuple[int, ...] = ()                      # by block class: chunks of state on SSD read in backward
 
 
 def group(model: ModelProfile) -> ModelGroups:
@@ -84,7 +94,8 @@ def _block_classes(model: ModelProfile) -> tuple[BlockClass, ...]:
         known = classes.get(key)
         classes[key] = replace(known, blocks=(*known.blocks, block.index)) if known else BlockClass(
             block.name, (block.index,), block.numel, block.param_bytes, block.state_bytes, block.trainable,
-            uses[block.index], block.has_separate_master or not block.trainable)
+            -(-block.numel // block.chunk_numel), chunk_record_bytes(block, block.chunk_numel), uses[block.index],
+            block.trainable and not block.has_separate_master)
     return tuple(classes.values())
 
 
@@ -95,7 +106,7 @@ def _item_classes(model: ModelProfile) -> tuple[ItemClass, ...]:
         unit_class = unit_classes.setdefault((unit.unit_class, unit.items), len(unit_classes))
         for item in unit.items:
             if item.nbytes:
-                key = (unit_class, item.nbytes, item.recompute_flops, item.is_input)
+                key = (unit_class, item.nbytes, item.recompute_flops, item.is_input, item.is_outside)
                 places.setdefault(key, []).append((index, item.name))
     return tuple(ItemClass(found[0][1], key[0], tuple(found), sum(unit == found[0][0] for unit, _ in found), *key[1:])
                  for key, found in places.items())
@@ -115,30 +126,35 @@ def with_micro_batch(model: ModelProfile, micro_batch: int) -> ModelProfile:
     return replace(model, units=units, micro_batch=micro_batch)
 
 
-def spread(counts: Mapping[str, int]) -> tuple[str, ...]:
+def spread(counts: Mapping[str, int], first: str | None = None) -> tuple[str, ...]:
     """A tier per part with the given counts, each tier as evenly over the parts as the others allow.
 
-    Every part goes to the tier that is furthest behind its share. `spread({"host": 2, "ssd": 4})` is ssd, host,
-    ssd, ssd, host, ssd.
+    Every part goes to the tier that is furthest behind its share. `spread({"host": 2, "ssd": 4})` is ssd, host, ssd,
+    ssd, host, ssd. `first` is half a part ahead, so that it begins: host, ssd, ssd, host, ssd, ssd.
     """
     total = sum(counts.values())
     given = dict.fromkeys(counts, 0)
     tiers = []
     for index in range(total):
-        tier = max(counts, key=lambda tier: (counts[tier] * (2 * index + 1) - 2 * total * given[tier], counts[tier]))
+        tier = max((tier for tier in counts if given[tier] < counts[tier]), key=lambda tier: (
+            counts[tier] * (2 * index + 1) - 2 * total * given[tier] + total * (tier == first), counts[tier]))
         given[tier] += 1
         tiers.append(tier)
     return tuple(tiers)
 
 
 def block_tiers(classes: Sequence[BlockClass], counts: Sequence[Mapping[str, int]]) -> dict[int, str]:
-    """The tier of every block that `counts` (of params or states, by class) places, by block index."""
+    """The tier of every block that `counts` (of params or states, by class) places, by block index; [Note: layout]."""
     return {index: tier for block_class, placed in zip(classes, counts)
-            for index, tier in zip(block_class.blocks, spread(placed))}
+            for index, tier in zip(block_class.blocks, spread(placed, _fastest(placed)))}
+
+
+def _fastest(counts: Mapping[str, int]) -> str | None:
+    return next((tier for tier in PARAM_TIERS if counts.get(tier)), None)   # nearest the device first
 
 
 def item_tiers(classes: Sequence[ItemClass],
                counts: Sequence[Mapping[ActivationTier, int]]) -> dict[tuple[int, str], str]:
-    """The tier of every saved activation, by (unit index, item name)."""
+    """The tier of every saved activation, by (unit index, item name); [Note: layout]."""
     return {place: tier for item_class, placed in zip(classes, counts)
-            for place, tier in zip(item_class.places, spread(placed))}
+            for place, tier in zip(reversed(item_class.places), spread(placed, "keep"))}

@@ -7,6 +7,7 @@ same search runs again over the wider space, and what then differs from the requ
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
@@ -91,15 +92,50 @@ def make_plan(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple
     if request.update in (None, "auto") and plan.shadow:
         plan = replace(plan, update="auto")
     elif request.update in (None, "auto") and plan.durability == "none":
-        with_shadow = replace(plan, update="auto", shadow=True)
-        plan = with_shadow if _leaves_room(model, with_shadow, budgets) else plan
-    plan = replace(plan, num_read_ahead_chunks=_num_read_ahead_chunks(model, plan, budgets))
+        plan = with_shadow_slots(model, plan, budgets)
+    plan = with_read_ahead(model, plan, budgets)
     return plan, tuple(replace(block, chunk_numel=plan.chunk_numel) for block in model.blocks)
+
+
+def with_shadow_slots(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> OffloadPlan:
+    """A deferred plan with update "auto" and the slots for that, if they leave room; else as it is."""
+    with_shadow = replace(plan, update="auto", shadow=True)
+    return with_shadow if _leaves_room(model, with_shadow, budgets) else plan
+
+
+def with_read_ahead(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> OffloadPlan:
+    """The plan with as much state read ahead as there is host memory left over for."""
+    return replace(plan, num_read_ahead_chunks=_num_read_ahead_chunks(model, plan, budgets))
+
+
+def check_fits(model: ModelSize, plan: OffloadPlan, budgets: Budgets, advice: str) -> None:
+    """For a plan that somebody else made. CapacityError with the table, and `advice`."""
+    items = needs(model, plan, budgets.unified)
+    totals, missing = total_bytes(items), missing_bytes(items, budgets)
+    if any(missing.values()):
+        worst = max(missing, key=missing.__getitem__)
+        raise CapacityError(f"the plan does not fit: {_lack(worst, totals, budgets)}\n"
+                            f"{plan_table(model, plan, budgets)}\n{advice}")
+
+
+def _lack(tier: MemoryTier, totals: dict[MemoryTier, int], budgets: Budgets) -> str:
+    have = budgets.available_bytes(tier)
+    return (f"{tier} needs {format_bytes(totals[tier])} ({totals[tier]} bytes), has {format_bytes(have)} "
+            f"({have} bytes, {budgets.source(tier)})")
+
+
+def _tiers(tiers: Sequence[Tier]) -> str:
+    """"ssd", or "host (3 blocks) and ssd (5 blocks)"."""
+    counts = Counter(tiers)
+    if len(counts) < 2:
+        return next(iter(counts), "none")
+    return " and ".join(f"{tier} ({counts[tier]} block{'s' * (counts[tier] > 1)})" for tier in sorted(counts))
 
 
 def plan_table(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> str:
     """The plan in one line and its table of needed against available bytes, to print at the start of a run."""
-    headline = (f"lohan plan: parameters on {plan.param_tier[0]}, optimizer state on {plan.state_tier[0]}, "
+    headline = (f"lohan plan: parameters on {_tiers(plan.param_tier)}, "
+                f"optimizer state on {_tiers([plan.state_tier[b.index] for b in model.blocks if b.trainable])}, "
                 f"update {plan.update}, {'shadow slots yes, ' if plan.shadow else ''}"
                 f"prefetch_depth {plan.prefetch_depth} units, "
                 f"chunk_bytes {plan.chunk_numel * STATE_BYTES_PER_NUMEL}, "
@@ -239,29 +275,31 @@ def _closest(model: ModelSize, space: _Space, budgets: Budgets,
 
 def _first_fit(model: ModelSize, space: _Space, budgets: Budgets) -> OffloadPlan | None:
     """The best plan of the space that fits; None at once if the smallest ones do not."""
-    if not _fits(model, _closest(model, space, budgets), budgets):
+    if not fits(model, _closest(model, space, budgets), budgets):
         return None
-    return next(plan for plan in space.plans(len(model.blocks)) if _fits(model, plan, budgets))
+    return next(plan for plan in space.plans(len(model.blocks)) if fits(model, plan, budgets))
 
 
-def _fits(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
+def fits(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
+    """Whether every tier has what the plan needs."""
     return not any(missing_bytes(needs(model, plan, budgets.unified), budgets).values())
 
 
 def _leaves_room(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> bool:
     """Fits, and leaves host memory for what nobody could count (activations where memory is shared, user data)."""
     host_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
-    return _fits(model, plan, budgets) and host_bytes <= LUXURY_HOST_SHARE[True] * budgets.host_bytes
+    return fits(model, plan, budgets) and host_bytes <= LUXURY_HOST_SHARE[True] * budgets.host_bytes
 
 
 def _num_read_ahead_chunks(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> int:
     """Of optimizer state on SSD, as many as there is host memory left over for."""
     buffer_bytes = update_buffer_bytes(model, plan)
-    if plan.update == "serial" or not buffer_bytes or plan.state_tier[0] == "host":
+    on_ssd = [block for block in model.blocks if block.trainable and plan.state_tier[block.index] == "ssd"]
+    if plan.update == "serial" or not on_ssd:
         return 0
-    used_bytes = total_bytes(needs(model, plan, budgets.unified))["host"]
+    used_bytes = total_bytes(needs(model, replace(plan, num_read_ahead_chunks=0), budgets.unified))["host"]
     free_bytes = LUXURY_HOST_SHARE[budgets.unified] * budgets.host_bytes - used_bytes
-    num_chunks = sum(-(-block.numel // plan.chunk_numel) for block in model.blocks if block.trainable)
+    num_chunks = sum(-(-block.numel // plan.chunk_numel) for block in on_ssd)
     return max(0, min(num_chunks, int(free_bytes // buffer_bytes)))
 
 
@@ -363,9 +401,7 @@ def _explain(model: ModelSize, request: PlanRequest, budgets: Budgets) -> str:
     items = needs(model, plan, budgets.unified)
     totals, missing = total_bytes(items), missing_bytes(items, budgets)
     worst = max(missing, key=missing.__getitem__)
-    have = budgets.available_bytes(worst)
     changes = " and ".join(str(change) for change in cheapest_change(model, request, budgets))
-    return (f"the model does not fit: {worst} needs {format_bytes(totals[worst])} ({totals[worst]} bytes), "
-            f"has {format_bytes(have)} ({have} bytes, {budgets.source(worst)})\n"
+    return (f"the model does not fit: {_lack(worst, totals, budgets)}\n"
             f"{plan_table(model, plan, budgets)}\n"
             f"The cheapest change that would fit: {changes}")

@@ -29,10 +29,11 @@ class Choices:
     param_tiers: tuple[ParamTier, ...] = PARAM_TIERS
     state_tiers: tuple[StateTier, ...] = STATE_TIERS
     activation_tiers: tuple[ActivationTier, ...] = ACTIVATION_TIERS
+    stored: Placement | None = None    # whose counts of parameters and states must stay
 
     @property
     def tiers(self) -> AllowedTiers:
-        return AllowedTiers(self.param_tiers, self.state_tiers, self.activation_tiers)
+        return AllowedTiers(self.param_tiers, self.state_tiers, self.activation_tiers, self.stored)
 
     def schedules(self) -> list[tuple[Batch, Schedule]]:
         return [(batch, Schedule(update, depth, batch.accumulation))

@@ -14,7 +14,7 @@ come close to, not a promise.
     eager     max(max f + max b, max (f+b+u))  in backward and on into the next forward
 
 Eager is the closed form of the best split of u over backward and the next forward when each resource may split its
-own work. Not counted: optimizer state read ahead in the backward of `deferred`.
+own work. In `deferred` the program may move reads of optimizer state from u to b, into host memory that is left over.
 
 Worked numbers: 13B parameters, batch 32, 143 TFLOP/s, 21 GB/s links, 18 GB/s SSD, all on the SSD, block inputs
 swapped, all else recomputed: forward 5.9 s, backward + update 20.2 s, the SSD binds.

@@ -74,7 +74,7 @@ def param_traffic(block: BlockClass, tier: ParamTier) -> StepTraffic:
     """Of one block's parameters: the terms 2P of equations (2) and (5), and the gradients' 2P.
 
     Those that stay on the device are not fetched; what the CPU updated goes up once per step. On the SSD they are
-    read for every fetch and written once per step.
+    read for every fetch, and for the update where they are the master, and written once per step.
     """
     gradient = PhaseTraffic(gradient_d2h_bytes=block.param_bytes * block.trainable)
     if tier == "device":
@@ -84,7 +84,8 @@ def param_traffic(block: BlockClass, tier: ParamTier) -> StepTraffic:
     on_ssd = tier == "ssd"
     fetch = PhaseTraffic(param_h2d_bytes=fetched_bytes, param_read_bytes=fetched_bytes * on_ssd)
     return StepTraffic(fetch, fetch + gradient,
-                       PhaseTraffic(param_write_bytes=block.param_bytes * block.trainable * on_ssd))
+                       PhaseTraffic(param_read_bytes=block.param_bytes * block.is_master * on_ssd,
+                                    param_write_bytes=block.param_bytes * block.trainable * on_ssd))
 
 
 def state_traffic(block: BlockClass, tier: StateTier) -> StepTraffic:
@@ -92,6 +93,12 @@ def state_traffic(block: BlockClass, tier: StateTier) -> StepTraffic:
     ssd_bytes = block.state_bytes * (tier == "ssd")
     return StepTraffic(update=PhaseTraffic(state_read_bytes=ssd_bytes, state_write_bytes=ssd_bytes,
                                            update_params=block.numel))
+
+
+def read_ahead_traffic(block: BlockClass) -> StepTraffic:
+    """Of one chunk of state that a deferred update finds read already: a read that moves from update to backward."""
+    nbytes = block.state_bytes // block.num_chunks
+    return StepTraffic(backward=PhaseTraffic(state_read_bytes=nbytes), update=PhaseTraffic(state_read_bytes=-nbytes))
 
 
 def activation_traffic(item: ItemClass, tier: ActivationTier) -> StepTraffic:
@@ -127,6 +134,8 @@ def step_traffic(groups: ModelGroups, placement: Placement) -> StepTraffic:
             total += param_traffic(block, tier).times(count)
         for tier, count in states.items():
             total += state_traffic(block, tier).times(count)
+    for block, count in zip(groups.blocks, placement.read_ahead):
+        total += read_ahead_traffic(block).times(count)
     for item, counts in zip(groups.items, placement.activations):
         for tier, count in counts.items():
             total += activation_traffic(item, tier).times(count)

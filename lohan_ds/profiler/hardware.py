@@ -70,6 +70,16 @@ def profile_hardware(ssd_paths: Sequence[str] = (), dtype: str = "bfloat16", ref
     return report.profile(dtype, free), report, free
 
 
+def cached_profile(ssd_paths: Sequence[str], dtype: str, device: torch.device,
+                   cache: Path | None = None) -> HardwareProfile | None:
+    """As `profile_hardware` if that would measure nothing, else None."""
+    file = cache_file(cache or cache_directory(), machine_key(device, ssd_paths))
+    report = _still_good(load(file), conditions(device, ssd_paths))
+    if report is None or dtype not in report.compute:
+        return None
+    return report.profile(dtype, free_bytes_of_tiers(device, ssd_paths))
+
+
 def _still_good(report: HardwareReport | None, here: dict[str, str]) -> HardwareReport | None:
     if report is None:
         return None

@@ -14,6 +14,7 @@ class Claim(NamedTuple):
     name: str
     nbytes: int
     flops: int                # to make it again
+    is_outside: bool = False  # saved outside of all units
 
 
 class ItemLedger:
@@ -45,12 +46,15 @@ class ItemLedger:
         """Of one unit: the input first, then in the order in which they were claimed."""
         nbytes: dict[str, int] = {}
         flops: dict[str, int] = {}
+        outside: set[str] = set()
         for claim in self.claims.values():
             if claim.unit == unit:
                 nbytes[claim.name] = nbytes.get(claim.name, 0) + claim.nbytes
                 flops[claim.name] = flops.get(claim.name, 0) + claim.flops
+                outside |= {claim.name} if claim.is_outside else set()
         names = sorted(nbytes, key=lambda name: name != INPUT)
-        return tuple(ActivationItem(name, nbytes[name], float(flops[name]), name == INPUT) for name in names)
+        return tuple(ActivationItem(name, nbytes[name], float(flops[name]), name == INPUT, name in outside)
+                     for name in names)
 
     @property
     def saved_bytes(self) -> int:

@@ -70,7 +70,8 @@ def profile_model(model: nn.Module, inputs: tuple | Mapping[str, Any], micro_bat
     except Exception as error:
         raise ConfigError(f"the cost of {type(model).__name__} cannot be told without running it: on tensors without "
                           f"values, module {runs.paths.current or 'at the top'!r} failed: {error}") from error
-    profile = ModelProfile(_size(model_blocks), _unit_profiles(model_blocks, runs), micro_batch, sequence_length)
+    profile = ModelProfile(_size(model_blocks), _unit_profiles(model_blocks, runs, _head(model)), micro_batch,
+                           sequence_length)
     report = ModelReport(type(model).__name__, time.perf_counter() - start_s, runs.num_run,
                          len(runs.calls), runs.ledger.saved_bytes, device_type,
                          kernels.num_fused_attention, kernels.num_unfused_attention, loss)
@@ -99,8 +100,17 @@ def _size(model_blocks: ModelBlocks) -> ModelSize:
     return ModelSize(model_blocks.blocks, tuple(unit.blocks for unit in model_blocks.units), largest)
 
 
-def _unit_profiles(model_blocks: ModelBlocks, runs: UnitRuns) -> tuple[UnitProfile, ...]:
+def _head(model: nn.Module) -> nn.Module | None:
+    """Of a language model, if a run may compute it in tiles."""
+    try:
+        return find_head(model)[1]
+    except UnknownHead:
+        return None
+
+
+def _unit_profiles(model_blocks: ModelBlocks, runs: UnitRuns, head: nn.Module | None) -> tuple[UnitProfile, ...]:
     """Units of one module class that cost the same get one name of class: "Layer", the next kind "Layer:2"."""
+    modules = {id(unit.module) for unit in model_blocks.units}
     held_bytes = held_gradient_bytes(model_blocks.units, runs.calls)
     for index in set(runs.calls) - set(runs.calls[-1:]):   # the last unit has the logits as its output
         held_bytes[index] += runs.returned_bytes           # the caller may keep them during all of backward
@@ -108,7 +118,10 @@ def _unit_profiles(model_blocks: ModelBlocks, runs: UnitRuns) -> tuple[UnitProfi
     kinds_of_class: dict[str, int] = {}
     profiles = []
     for index, (unit, tally) in enumerate(zip(model_blocks.units, runs.tallies)):
-        profile = UnitProfile("", type(unit.module).__name__, (), float(tally.forward_flops), runs.ledger.items(index),
+        has_units_inside = sum(id(module) in modules for module in unit.module.modules()) > 1
+        is_kept = has_units_inside or unit.module is head   # the runtime swaps the inner ones; tiles have no logits
+        items = tuple(replace(item, is_outside=item.is_outside or is_kept) for item in runs.ledger.items(index))
+        profile = UnitProfile("", type(unit.module).__name__, (), float(tally.forward_flops), items,
                               tally.output_bytes, tally.workspace_bytes + held_bytes[index])
         shapes = tuple(slot.shape for b in unit.blocks for slot in model_blocks.blocks[b].slots)
         key = (profile, shapes)

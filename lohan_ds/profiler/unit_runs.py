@@ -239,7 +239,7 @@ class UnitRuns:
                 flops = flops_to_make(trace, storage, available, self._charged)
                 maker = self._sections[made_at.section]
                 ledger.claim(storage, Claim(maker.unit or 0, self._item_name(maker, made_at.path),
-                                            trace.nbytes[storage], flops))
+                                            trace.nbytes[storage], flops, section.inputs is None))
 
     def _item_name(self, section: Section, path: str) -> str:
         """Within the unit; of what is outside of units, the module's full name."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lohan_ds.errors import ConfigError
-from lohan_ds.plan import ActivationPlan
+from lohan_ds.plan import ActivationPlan, ActivationPolicy
 from lohan_ds.runtime.activation_items import INPUT, Kept, UnitPass, UnitPolicies, check_nesting, is_swappable
 from lohan_ds.runtime.activation_items import track_modules
 from lohan_ds.runtime.op_replay import OpRecorder
@@ -55,7 +55,7 @@ class _Running(threading.local):
 
 
 class ActivationSwapper:
-    """Called from the training thread and autograd's. Fixed after construction: policies; between `attach` and
+    """Called from the training thread and autograd's. Fixed between `change_policies`: policies; between `attach` and
     `detach`: `_forwards`, `_handles`. The rest has a lock of its own, or belongs to one thread (`_running`)."""
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], plan: ActivationPlan, tiers: dict[str, SwapTier],
@@ -106,6 +106,18 @@ class ActivationSwapper:
                     module.forward = before
         self._handles, self._forwards = [], []
         self.reset()
+
+    def change_policies(self, of_units: Sequence[tuple[tuple[str, ActivationPolicy], ...]]) -> bool:
+        """Between two steps: other policies for all units, in the same space. False, and nothing changes, while
+        anything is alive that was saved under the old ones."""
+        if self.held() or len(self._frames):
+            return False
+        self.detach()
+        self.policies = [UnitPolicies(name, module, dict(policies))
+                         for (name, module), policies in zip(self._units, of_units)]
+        check_nesting(self.policies, [module for _, module in self._units])
+        self.attach()
+        return True
 
     def _wrapped(self, index: int, bound: Callable) -> Callable:
         function = bound.__func__ if isinstance(bound, types.MethodType) else None

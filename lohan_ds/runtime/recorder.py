@@ -41,8 +41,10 @@ class Recorder:
     """Any thread may call `span`, `stall` and `ssd_span`; the rest belongs to the training thread.
 
     Under `_lock`: all but `_fresh`, to which spans are only appended. `report` gets the line of each final step,
-    `trace_path` the trace, every 100 steps and at `close`. Keeps the last `max_spans` spans and phases.
+    `trace_path` the trace, every 100 steps and at `close`; `on_final`, if set, its summary. Keeps the last `max_spans`
+    spans and phases.
     """
+    on_final: Callable[[StepSummary], None] | None = None
 
     def __init__(self, report: Callable[[str], None] | None = None, trace_path: str | None = None,
                  max_spans: int = 200_000):
@@ -131,8 +133,8 @@ class Recorder:
             self._counters = num_speculated, num_dropped
             self.step += 1
             self._accounts[self.step] = StepAccount(self._hidden_s)
-            lines = self._finish_steps(self.step if oldest_due is None else oldest_due)
-        self._say(lines)
+            summaries = self._finish_steps(self.step if oldest_due is None else oldest_due)
+        self._hand_out(summaries)
         if self._trace_path is not None and (self.step - 1) % TRACE_EVERY_STEPS == 0:
             self.write_chrome_trace(self._trace_path)
 
@@ -146,9 +148,9 @@ class Recorder:
         """Hands out what is left and writes the trace; idempotent. No background work may be under way."""
         with self._lock:
             self._digest()
-            lines = self._finish_steps(self.step)
+            summaries = self._finish_steps(self.step)
             trace_path, self._trace_path = self._trace_path, None
-        self._say(lines)
+        self._hand_out(summaries)
         if trace_path is not None:
             self.write_chrome_trace(trace_path)
 
@@ -210,19 +212,22 @@ class Recorder:
                 if account is not None:
                     account.add(span)
 
-    def _finish_steps(self, before: int) -> list[str]:
-        """Ends the accounts of the steps before this one; their lines, oldest first."""
-        lines = []
+    def _finish_steps(self, before: int) -> list[StepSummary]:
+        """Ends the accounts of the steps before this one; their summaries, oldest first."""
+        summaries = []
         for step in [step for step in sorted(self._accounts) if step < before]:
             account = self._accounts.pop(step)
             is_final = self._cut_at is None or step < self._cut_at
             self._latest = account.summary(account.label, is_final)
-            lines.append(self._latest.line())
-        return lines
+            summaries.append(self._latest)
+        return summaries
 
-    def _say(self, lines: list[str]) -> None:
-        for line in lines if self._report is not None else ():
-            self._report(line)
+    def _hand_out(self, summaries: list[StepSummary]) -> None:
+        for summary in summaries:
+            if self._report is not None:
+                self._report(summary.line())
+            if self.on_final is not None:
+                self.on_final(summary)
 
 
 def stalling(recorder: Recorder | None, cause: str) -> contextlib.AbstractContextManager:

@@ -166,6 +166,11 @@ class BlockStore:
         """Whether updates of this block leave its bytes alone until `publish`, so that it may speculate."""
         return self._open_block(block_index)[1].has_shadow
 
+    def reads_for_update(self, block_index: int) -> bool:
+        """Whether an update of this block reads anything from SSD."""
+        home = self._open_block(block_index)[0][0]
+        return home.state_files is not None or (home.param_files is not None and not home.block.has_separate_master)
+
     def announce_update(self, block_index: int) -> None:
         """From now on reads of this block wait for its publication. Does not block."""
         order = self._open_block(block_index)[1]

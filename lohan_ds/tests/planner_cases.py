@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from lohan_ds.block import PAGE_NUMEL, make_block
@@ -49,10 +50,28 @@ def exhaustive_s_per_token(model: ModelProfile, hardware: HardwareProfile, choic
         for placement in every_placement(model, hardware, choices, schedule):
             used = total_bytes([*fixed, *placement_needs(groups, placement, schedule.update, hardware.unified)])
             if all(used[tier] <= available.of(tier) for tier in MEMORY_TIERS):
-                seconds = step_time(step_traffic(groups, placement), hardware, schedule).seconds
+                seconds = _best_read_ahead_s(groups, placement, hardware, schedule, available.host - used["host"])
                 s_per_token = seconds / (groups.num_tokens * batch.accumulation)
                 best = s_per_token if best is None else min(best, s_per_token)
     return best
+
+
+def _best_read_ahead_s(groups, placement, hardware, schedule, free_bytes: int) -> float:
+    """Over every number of chunks read ahead, of one class of blocks; seconds fall and then rise with it."""
+    def seconds(num_chunks: int) -> float:
+        return step_time(step_traffic(groups, replace(placement, read_ahead=(num_chunks,))), hardware, schedule).seconds
+
+    block, = groups.blocks
+    if schedule.update != "deferred" or schedule.accumulation > 1 or not placement.states[0].get("ssd"):
+        return seconds(0)
+    low, high = 0, min(placement.states[0]["ssd"] * block.num_chunks, free_bytes // block.chunk_buffer_bytes)
+    while high - low > 2:
+        third = (high - low) // 3
+        if seconds(low + third) <= seconds(high - third):
+            high -= third
+        else:
+            low += third
+    return min(seconds(count) for count in range(low, high + 1))
 
 
 def every_placement(model: ModelProfile, hardware: HardwareProfile, choices: Choices, schedule) -> Iterator[Placement]:
@@ -60,12 +79,14 @@ def every_placement(model: ModelProfile, hardware: HardwareProfile, choices: Cho
     columns = columns_of(groups, hardware, schedule, choices.tiers)
     classes: dict[tuple, list[int]] = {}
     for number, column in enumerate(columns):
+        if column.kind == "read_ahead":
+            continue
         classes.setdefault((column.kind, column.class_index), []).append(number)
     splits = [[dict(zip(numbers, counts)) for counts in compositions(columns[numbers[0]].size, len(numbers))]
               for numbers in classes.values()]
     for chosen in product(*splits):
         counts = {number: count for split in chosen for number, count in split.items()}
-        yield placement_of(groups, columns, [counts[number] for number in range(len(columns))])
+        yield placement_of(groups, columns, [counts.get(number, 0) for number in range(len(columns))])
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

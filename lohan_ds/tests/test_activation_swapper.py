@@ -657,6 +657,28 @@ def test_what_a_partial_backward_did_not_use_is_let_go_of(tmp_path):
         assert at_rest(swapped)
 
 
+@pytest.mark.parametrize("before", [{"": "swap_ssd"}, {"": "recompute"}, {"": "recompute", "up": "swap_ssd"}])
+def test_policies_change_between_steps_and_not_under_a_graph(tmp_path, before):
+    model = Plain()
+    expected = gradients_of(model, model)
+    with swapping(model, {"layers.1": before}, [tmp_path]) as swapped:
+        swapper = swapped.swapper
+        other = [(("", "recompute"), ("up", "swap_ssd")) if policies.name == "layers.2" else ()
+                 for policies in swapper.policies]
+        loss = loss_of(swapped, lm_batch(64))   # a graph that needs the old ones
+        table = swapper.table()
+        assert not swapper.change_policies(other) and swapper.table() == table
+        swapped.backward(loss)
+        del loss
+        assert_equal(gradients_of(model, swapped), expected)
+        assert at_rest(swapped)
+        assert swapper.change_policies(other) and swapper.table().startswith("layers.2: ")
+        moved_before = swapper.stats().get("layers.1: bytes_out")
+        assert_equal(gradients_of(model, swapped), expected)
+        assert at_rest(swapped)
+        assert swapper.stats()["layers.2: bytes_out"] and swapper.stats().get("layers.1: bytes_out") == moved_before
+
+
 def test_evaluation_packs_nothing(tmp_path):
     model = Plain()
     with swapping(model, {"*": {"": "swap_ssd"}, "layers.1": {"": "recompute"}}, [tmp_path]) as swapped:

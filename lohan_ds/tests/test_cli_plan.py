@@ -107,7 +107,7 @@ def test_175b_fits_with_enough_memory_and_says_what_is_missing_without(tmp_path)
 
 def test_more_memory_is_never_slower(profiled):
     words = ("--model-profile", profiled, "--hardware", BOX, "--micro-batch", 32)
-    for flag, sizes in (("--host-memory", ("6GB", "16GB", "64GiB")), ("--device-memory", ("10GB", "40GB"))):
+    for flag, sizes in (("--host-memory", ("6GB", "16GB", "64GiB")), ("--device-memory", ("11GB", "40GB"))):
         speeds = [page(*words, flag, size)["plan"]["tokens_per_s"] for size in sizes]
         assert all(more >= less * 0.995 for less, more in zip(speeds, speeds[1:])), (flag, speeds)
 
@@ -181,6 +181,27 @@ def test_model_profile_must_agree_with_itself(profiled, tmp_path):
     content["profile"]["size"]["units"][0] = [999]
     (tmp_path / "wrong.json").write_text(json.dumps(content))
     assert "must name blocks that there are" in plan("--model-profile", tmp_path / "wrong.json").output
+
+
+def test_plan_is_saved_as_the_page_says(profiled, tmp_path):
+    from lohan_ds.planner.plan_file import load_plan
+    words = ("--model-profile", profiled, "--hardware", BOX, "--host-memory", "8GB", "--device-memory", "5GB")
+    found = page(*words, "--save-plan", tmp_path / "plan.json")["plan"]
+    saved = load_plan(tmp_path / "plan.json")
+    assert saved.is_as_planned and saved.predicted.step_s == found["step_s"] and saved.update == found["update"]
+    for where, shares in (("parameters", found["params"]), ("optimizer_state", found["states"])):
+        tiers = [getattr(block, where) for block in saved.blocks.values()]
+        assert {tier: tiers.count(tier) for tier in set(tiers)} == {t: s["num_blocks"] for t, s in shares.items()}
+    assert (saved.micro_batch, saved.sequence_length) == (4, 512)
+
+
+def test_no_plan_is_saved_where_nothing_fits(profiled, tmp_path):
+    words = ("--model-profile", profiled, "--hardware", BOX, "--save-plan", tmp_path / "plan.json")
+    result = plan(*words, "--host-memory", "1GB")
+    assert result.exit_code == 1 and "plan.json is not written: nothing fits" in " ".join(result.output.split())
+    assert not (tmp_path / "plan.json").exists()
+    result = plan(*words, "--device-parameters")
+    assert result.exit_code == 2 and "--device-parameters yet" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_picture(profiled, tmp_path):

@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = {
-    6: {"bench", "cli", "cli_bench", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "profiler",
-        "testing"},
+    6: {"bench", "cli", "cli_bench", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "testing"},
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
-        "process_end", "cpu_threads", "run_state", "run_plan", "checkpoint_folder"},
+        "process_end", "cpu_threads", "plan_check", "plan_sources", "profiler", "run_state", "run_plan",
+        "checkpoint_folder"},
     4: {"runtime"},
     3: {"store", "memory", "adam", "grad_norm", "step_protocol", "updater", "read_ahead"},
     2: {"planner"},
@@ -25,7 +25,8 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 ROOT_LAYER = 7  # lohan_ds/__init__.py: nobody inside takes the public names from there
 NO_TORCH = LAYERS[1] | LAYERS[2] | {"step_protocol"}
 NO_PLANNER = LAYERS[3] | LAYERS[4]
-MAY_IMPORT_DEEPSPEED = LAYERS[5] - {"offload", "run_plan"} | {"bench", "integrations", "ops"}
+WITHOUT_DEEPSPEED = {"offload", "plan_check", "plan_sources", "profiler", "run_plan"}
+MAY_IMPORT_DEEPSPEED = LAYERS[5] - WITHOUT_DEEPSPEED | {"bench", "integrations", "ops"}
 MAY_IMPORT_HUGGINGFACE = {"bench", "integrations", "cli"}
 PIPELINES = {"param_streamer", "activation_swapper", "gradient_pipeline"}   # of runtime; they never call each other
 

@@ -210,6 +210,17 @@ def test_logits_and_loss_are_the_heads():
     assert head.workspace_bytes >= logits * 4                                 # its gradient
 
 
+def test_what_no_unit_can_swap_is_marked():
+    """Head and loss are outside of units, or in tiles; `temperature` makes the whole odd model a unit with others."""
+    found, _ = profile_on_cpu(tiny_llama())
+    assert {unit.name for unit in found.units for item in unit.items if item.is_outside} == {"lm_head"}
+    assert "loss" in {item.name for item in found.units[-1].items} and all(i.is_outside for i in found.units[-1].items)
+    found, _ = profile_on_cpu(OddModel())
+    outer, inner = found.units[0], next(unit for unit in found.units if unit.name == "layers.1")
+    assert outer.name == "OddModel" and all(item.is_outside for item in outer.items)
+    assert inner.items and not any(item.is_outside for item in inner.items)
+
+
 def test_tensors_shared_by_layers_count_once():
     found, _ = profile_on_cpu(MODELS["llama sdpa"]())
     first, second = (unit for unit in found.units if unit.name in ("model.layers.0", "model.layers.1"))

@@ -10,9 +10,10 @@ from lohan_ds.planner.gpt_profile import GptShape, gpt_profile
 from lohan_ds.planner.machines import Machine, load
 from lohan_ds.planner.outlook import Request, look_ahead
 from lohan_ds.planner.page import make_page
-from lohan_ds.planner.page_text import RESOURCES, WIDTH, page_text
+from lohan_ds.planner.page_text import WIDTH, page_text
 from lohan_ds.planner.program import solve
 from lohan_ds.planner.solution import Batch
+from lohan_ds.planner.text import RESOURCES
 from lohan_ds.planner.time_model import ResourceSeconds
 from lohan_ds.planner_plot import draw, timeline
 from lohan_ds.tests.planner_cases import MB, machine, small_model

@@ -71,8 +71,9 @@ def test_brute_force_over_several_schedules_and_items():
 @pytest.mark.parametrize("host_gib", [64, 128, 768])
 @pytest.mark.parametrize("micro_batch", [24, 36, 48, 60])
 def test_bound_is_lohans_convex_optimum(monkeypatch, micro_batch, host_gib):
-    """States and parameters on the SSD, nothing kept on the device, no buffers for spills, the paper's order."""
+    """States and parameters on the SSD, nothing kept on the device, spills without buffers, the paper's order."""
     monkeypatch.setattr(footprint, "NUM_SPILL_BUFFERS", 0)
+    monkeypatch.setattr(footprint, "TENSORS_PER_ITEM", 1)
     model, schedule = gpt_profile(GPT_13B, micro_batch, 1024, with_head=False), Schedule("barrier")
     hardware = paper_machine(device_bytes=200 * GIB, host_bytes=host_gib * GIB)
     choices = Choices((Batch(micro_batch),), ("barrier",), (2,), ("ssd",), ("ssd",), ("host", "ssd", "recompute"))

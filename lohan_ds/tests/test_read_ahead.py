@@ -21,10 +21,10 @@ HYPER = AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.0, True)
 
 
 @contextlib.contextmanager
-def store_of(tmp_path, io=None, param_tier="ssd", shadow=False, dtype="bfloat16"):
+def store_of(tmp_path, io=None, param_tier="ssd", shadow=False, dtype="bfloat16", state_tier=("ssd",) * 4):
     """Three trained blocks of two chunks and a frozen one."""
     blocks = [make_block(i, f"b{i}", dtype, [("p", (4000,), None if i == 1 else 0)], 2048) for i in range(4)]
-    plan = OffloadPlan((param_tier,) * 4, ("ssd",) * 4, "deferred", 1, 2048, 3, False, shadow=shadow)
+    plan = OffloadPlan((param_tier,) * 4, state_tier, "deferred", 1, 2048, 3, False, shadow=shadow)
     pool, io = PinnedPool(MemoryBudget("host", 1 << 28), pin=False), io or make_ssd_io(2)
     store = BlockStore(blocks, plan, pool, io, [str(tmp_path / "run")])
     try:
@@ -59,6 +59,17 @@ def test_in_forward_order_as_far_as_there_is_room(tmp_path, num_chunks):
         assert taken == [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0), (3, 1)][:num_chunks]
         ahead.end()
         assert read_all(ahead) == 0
+        ahead.close()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", [0]), ("float32", [0, 2, 3])])
+def test_only_what_an_update_reads_from_ssd(tmp_path, dtype, expected):
+    """Parameters on SSD are read by the update where they are the master."""
+    with store_of(tmp_path, dtype=dtype, state_tier=("ssd", "host", "host", "host")) as (blocks, store, pool):
+        ahead = ReadAhead(blocks, store, pool, 6)
+        ahead.begin()
+        assert read_all(ahead) == 2 * len(expected)
+        assert all(ahead.take(index, blocks[index].chunks[0]) is not None for index in expected)
         ahead.close()
 
 

@@ -1,6 +1,8 @@
 """Seconds and bytes against the paper's equations written out, and against architecture's worked example."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lohan_ds.planner.gpt_profile import GptShape, gpt_profile
@@ -108,3 +110,21 @@ def test_resources_without_a_rate_are_infinitely_slow_only_if_used():
     hardware = machine(ssd_read_bytes_per_s=0.0)
     assert resource_seconds(PhaseTraffic(), hardware, 2) == ResourceSeconds()
     assert resource_seconds(PhaseTraffic(param_read_bytes=1), hardware, 2).ssd == float("inf")
+
+
+def test_state_read_ahead_in_backward_fills_the_time_that_compute_leaves():
+    """Deferred, T_b + max(T_f, S), with a of S read under T_b: T_b + S - a as long as the SSD is not full there."""
+    model, hardware = small_model(), machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    groups = group(model)
+    placement = Placement(({"host": 2},), ({"ssd": 2},), tuple({"keep": len(item.places)} for item in groups.items))
+    block, = groups.blocks
+    chunk_s = (block.state_bytes // block.num_chunks) / 1e9
+    compute_s = 2 * groups.forward_flops / hardware.device_flops_per_s
+    number = int(compute_s / chunk_s)
+    seconds = [step_time(step_traffic(groups, replace(placement, read_ahead=(count,))), hardware,
+                         Schedule("deferred")).seconds for count in (0, number, number + 5)]
+    assert 0 < number < 2 * block.num_chunks
+    assert seconds[1] == pytest.approx(seconds[0] - number * chunk_s)
+    assert seconds[2] >= seconds[1] - chunk_s   # beyond that it only moves
+    assert step_traffic(groups, replace(placement, read_ahead=(3,))).of_step(1) == step_traffic(
+        groups, placement).of_step(1)
