@@ -1,7 +1,8 @@
 """The script that test_failures.py runs and ends in bad ways: plain deepspeed.initialize, slow SSD writes.
 
 usage: failing_training.py SSD_DIR STATUS_FILE HOW. HOW "raise": fails in step 2; "loop": trains for ever, slowly;
-"finish": trains 3 steps and forgets to destroy the engine. Appends a line to STATUS_FILE as it gets along.
+"finish": trains 3 steps and forgets to destroy the engine; "edit": the same in a run with the name "edited", of which
+it changes two weights last. Appends a line to STATUS_FILE as it gets along.
 """
 import os
 import sys
@@ -48,6 +49,8 @@ step = 0
 config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3},
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
           "lohan": {"ssd_paths": [ssd], "param_tier": "ssd", "optimizer_tier": "ssd", "chunk_bytes": "24KiB"}}
+if how == "edit":
+    config["lohan"]["run_name"] = "edited"
 engine, *_ = deepspeed.initialize(model=Model(), config=config)
 if how == "loop":
     write_delay_s = 0.5  # 8 layers of 33 chunks, two writes each, on 4 threads: an update takes more than a minute
@@ -56,4 +59,8 @@ while how == "loop" or step < 3:
     engine.step()
     say(f"step {step}")
     step += 1
+if how == "edit":
+    with torch.no_grad():
+        for layer in (0, 7):
+            engine.module.layers[layer].weight.fill_(0.25)
 say("finished")

@@ -107,6 +107,49 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
             engine.load_checkpoint(tmp_path / "ckpt")
 
 
+def shorten(folder, pattern, *keys):
+    """The tensor under these keys in the one file like that becomes one of 3 elements."""
+    file, = folder.glob(f"*/{pattern}")
+    saved = torch.load(file, weights_only=False)
+    holder = saved
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = torch.zeros(3)
+    torch.save(saved, file)
+
+
+DAMAGES = {"master": ("*optim_states.pt", "optimizer_state_dict", "fp32_flat_groups", 7),
+           "exp_avg_sq": ("*optim_states.pt", "optimizer_state_dict", "optimizer_state_dict", "state", 7, "exp_avg_sq"),
+           "frozen": ("*model_states.pt", "frozen_param_fragments", "model.norm.weight"),
+           "buffer": ("*model_states.pt", "module", "counter")}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "precision"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, damage):
+    def make_model():
+        model = tiny_llama()
+        model.register_buffer("counter", torch.tensor([1.0]))
+        for param in (model.model.layers[0].mlp.up_proj.weight, model.model.norm.weight):
+            param.requires_grad_(False)
+        return model
+
+    dtype = "bf16" if damage == "precision" else "fp32"
+    with engine_for(make_model(), config_for("host", tmp_path, dtype, accumulation=1)) as engine:
+        train(engine, 0, 1, accumulation=1)
+        engine.save_checkpoint(tmp_path / "ckpt")
+    message = "no optimizer state of a torch.float32 run"
+    if damage in DAMAGES:
+        shorten(tmp_path / "ckpt", *DAMAGES[damage])
+        message = "got 3 elements, needed"
+    with engine_for(make_model(), config_for("host", tmp_path, "fp32", accumulation=1)) as engine:
+        train(engine, 0, 2, accumulation=1)
+        before, rate = engine_state(engine), engine.get_lr()
+        with pytest.raises(StoreError, match=message):
+            engine.load_checkpoint(tmp_path / "ckpt")
+        assert (engine.global_steps, engine.get_lr()) == (2, rate)
+        assert_same_bits(engine_state(engine), before)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_zero_to_fp32_reads_our_checkpoint(tmp_path, tied):
     """DeepSpeed's own recovery script, in a process of its own (D71)."""

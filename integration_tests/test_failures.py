@@ -115,6 +115,32 @@ def test_training_goes_on_after_an_exception(breaks, doubles, accumulation, tmp_
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("waits_in", ["updater.drain", "wait_collected"])
+def test_ctrl_c_while_a_serial_step_waits(waits_in, tmp_path):
+    """The step has happened, as a whole, or not at all."""
+    def interrupted():
+        wait()
+        raise KeyboardInterrupt
+
+    batches = make_batches(OddModel(), 4)
+    with engine_for(OddModel(), engine_config(tmp_path, clip=1.0, update="serial")) as engine:
+        train_engine(engine, batches[:2])
+        engine.backward(loss_of(engine, batches[2][0]))
+        gradients = engine.offload.gradients
+        owner, name = (gradients.updater, "drain") if waits_in == "updater.drain" else (gradients, "wait_collected")
+        wait = getattr(owner, name)
+        setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        setattr(owner, name, wait)
+        if waits_in == "wait_collected":
+            assert_same_bits(engine_state(engine), train_twin(OddModel(), batches[:2], clip=1.0))
+            engine.step()
+        assert_same_bits(engine_state(engine), train_twin(OddModel(), batches[:3], clip=1.0))
+        train_engine(engine, batches[3:])
+        assert_same_bits(engine_state(engine), train_twin(OddModel(), batches, clip=1.0))
+
+
 # -- failures in the background --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("update", ["deferred", "serial"])
@@ -355,7 +381,7 @@ class Run:
 
 
 RUNS = [(how, launcher) for how in ("raise", "loop SIGINT", "loop SIGTERM") for launcher in (False, True)] + [
-    ("loop kill launch", True), ("loop kill runner", True), ("finish", False)]
+    ("loop kill launch", True), ("loop kill runner", True), ("finish", False), ("edit", False)]
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +434,18 @@ def test_a_script_that_forgets_to_destroy_ends_well(runs):
     assert run.process.wait(timeout=60) == 0, run.output()
     assert "finished" in run.status_file.read_text()
     assert os.listdir(run.ssd) == []
+
+
+def test_an_edit_at_the_end_of_a_script_that_forgets_to_destroy_is_in_the_run(runs):
+    run = runs["edit", False]
+    assert run.process.wait(timeout=60) == 0, run.output()
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+    with engine_for(model, engine_config(run.ssd, chunk_bytes="24KiB", run_name="edited")) as engine:
+        assert engine.global_steps == 3
+        state = engine_state(engine)
+    assert all((state[f"layers.{layer}.weight"]["master"] == 0.25).all() for layer in (0, 7))
+    assert (state["layers.3.weight"]["master"] != 0.25).any()
 
 
 @pytest.mark.parametrize("wrong", ["optimizer", "scheduler"])

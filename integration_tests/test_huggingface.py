@@ -78,8 +78,9 @@ def trainer_runs(tmp_path_factory):
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--no_local_rank",
                 "--master_port", free_port()]
     jobs = {"plain": {"model": model, "ds_config": AUTO, "out": str(tmp_path / "plain")},
-            "lohan": {"model": model, "ds_config": ds_config(tmp_path), "out": str(tmp_path / "lohan")}}
-    jobs["resumed"] = {**jobs["lohan"], "out": str(tmp_path / "resumed"),
+            "lohan": {"model": model, "ds_config": ds_config(tmp_path), "out": str(tmp_path / "lohan"),
+                      "train_twice": True}}
+    jobs["resumed"] = {**jobs["lohan"], "out": str(tmp_path / "resumed"), "train_twice": False,
                        "resume": str(tmp_path / "lohan" / "checkpoint-3")}
     jobs["tiled"] = {**jobs["lohan"], "ds_config": ds_config(tmp_path, loss_tile_tokens=8),
                      "out": str(tmp_path / "tiled")}
@@ -110,6 +111,15 @@ def test_trainer_resume_is_bit_identical(trainer_runs):
     from safetensors.torch import load_file
     a, b = (load_file(Path(jobs[name]["out"]) / "final" / "model.safetensors") for name in ("lohan", "resumed"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_training_again_is_refused_and_harms_nothing(trainer_runs):
+    _, jobs = trainer_runs
+    out = Path(jobs["lohan"]["out"])
+    second = json.loads((out / "second.json").read_text())
+    assert second["refusal"].startswith("StepError: this Trainer has trained already")
+    assert len(set(second["losses"])) == 1 and second["losses"][0] == report(jobs["lohan"])["log"][-2]["eval_loss"]
+    assert (out / "after" / "model.safetensors").read_bytes() == (out / "final" / "model.safetensors").read_bytes()
 
 
 def test_saved_model_is_complete_and_loads_in_plain_transformers(trainer_runs):

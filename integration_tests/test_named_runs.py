@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
 from integration_tests.doubles import fresh_environment, use_doubles
@@ -177,16 +179,21 @@ def reopened(tmp_path, **options):
         return engine.global_steps, engine.random_state, engine_state(engine)
 
 
-def test_a_step_that_is_cut_off_is_not_committed(tmp_path):
+CUT_OFF_IN = [("serial", "lohan_ds.runtime.param_streamer.ParamStreamer.prefetch_first"),
+              ("deferred", "lohan_ds.engine.pack_state")]
+
+
+@pytest.mark.timeout(120)   # and the engine does not hang when it is destroyed
+@pytest.mark.parametrize(("update", "cut_off"), CUT_OFF_IN)
+def test_a_step_that_is_cut_off_is_not_committed(tmp_path, monkeypatch, update, cut_off):
     """By an LR scheduler that raises, or Ctrl-C: the update is decided, the counters have not moved."""
-    with engine_for(llama(), config_of(tmp_path, update="serial")) as engine:
+    with engine_for(llama(), config_of(tmp_path, update=update)) as engine:
         train(engine, 2)
         before = engine_state(engine)
         engine.backward(loss_of(engine, lm_batch(128, seed=2)))
-        prefetch, engine.offload.streamer.prefetch_first = engine.offload.streamer.prefetch_first, interrupt
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(cut_off, interrupt)
             engine.step()
-        engine.offload.streamer.prefetch_first = prefetch
         with pytest.raises(StepError, match="cut off"):
             loss_of(engine, lm_batch(128, seed=3))
     step, _, state = reopened(tmp_path)
@@ -194,8 +201,152 @@ def test_a_step_that_is_cut_off_is_not_committed(tmp_path):
     assert_same_bits(state, before)
 
 
-def interrupt():
+def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def interrupted_at(call, number):
+    """`call`, but for that time, at which Ctrl-C comes."""
+    count = itertools.count(1)
+    return lambda *args: interrupt() if next(count) == number else call(*args)
+
+
+@pytest.mark.parametrize("durability", ["shadow", "in_place"])
+def test_a_load_that_is_cut_off_is_not_committed(tmp_path, durability):
+    checkpoint = str(tmp_path / "checkpoint")
+    with engine_for(llama(), config_of(tmp_path, durability=durability)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(checkpoint)
+        train(engine, 2)
+        before = engine_state(engine)
+        engine.offload.write = interrupted_at(engine.offload.write, 20)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_checkpoint(checkpoint)
+        with pytest.raises(StepError, match="cut off"):
+            train(engine, 3)
+    if durability == "in_place":
+        with pytest.raises(DirtyStore, match="checkpoint"):
+            reopened(tmp_path, durability=durability)
+        return
+    step, _, state = reopened(tmp_path)
+    assert step == 2
+    assert_same_bits(state, before)
+
+
+@pytest.mark.parametrize("durability", ["shadow", "in_place"])
+def test_a_load_that_is_refused_harms_nothing(tmp_path, durability):
+    with engine_for(llama(), config_of(tmp_path, durability=durability)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+        train(engine, 2)
+        before = engine_state(engine)
+        file, = (tmp_path / "checkpoint").glob("*/*optim_states.pt")
+        saved = torch.load(file, weights_only=False)
+        saved["optimizer_state_dict"]["fp32_flat_groups"][7] = torch.zeros(3)
+        torch.save(saved, file)
+        with pytest.raises(StoreError, match="got 3 elements, needed"):
+            engine.load_checkpoint(str(tmp_path / "checkpoint"))
+        assert engine.global_steps == 2
+        assert_same_bits(engine_state(engine), before)
+        train(engine, 3)
+        after = engine_state(engine)
+    step, _, state = reopened(tmp_path, durability=durability)
+    assert step == 3
+    assert_same_bits(state, after)
+
+
+def test_a_load_says_which_step_it_replaces(tmp_path, capsys):
+    with engine_for(llama(), config_of(tmp_path)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path / "checkpoint"))
+        train(engine, 2)
+    with engine_for(llama(), config_of(tmp_path)) as engine:
+        capsys.readouterr()
+        engine.load_checkpoint(str(tmp_path / "checkpoint"))
+        assert "replaces step 2 of run 't' by step 1" in capsys.readouterr().out
+    assert reopened(tmp_path)[0] == 1
+
+
+def set_master(weight):
+    safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+
+
+def edit_in_place(weight):
+    with torch.no_grad():
+        weight.zero_()
+    safe_get_full_fp32_param(weight)   # here the edit reaches the store
+
+
+@pytest.mark.parametrize("edit", [set_master, edit_in_place])
+def test_an_edit_that_is_cut_off_is_not_committed(tmp_path, edit):
+    """Between the weight and its master."""
+    config = {**config_of(tmp_path), "bf16": {"enabled": True}}
+    with engine_for(llama(), config) as engine:
+        train(engine, 2)
+        before = engine_state(engine)
+        engine.offload.store.write_array = interrupted_at(engine.offload.store.write_array, 2)
+        with pytest.raises(KeyboardInterrupt):
+            edit(engine.module.model.layers[0].mlp.up_proj.weight)
+    with engine_for(llama(), config) as engine:
+        assert engine.global_steps == 2
+        assert_same_bits(engine_state(engine), before)
+
+
+@pytest.mark.parametrize("update", ["deferred", "eager"])
+def test_nothing_happens_after_the_end(tmp_path, update):
+    """Of a run that has ended before its engine, as Trainer ends it before it loads its best checkpoint."""
+    checkpoint = str(tmp_path / "checkpoint")
+    with engine_for(llama(), config_of(tmp_path, update=update)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(checkpoint)
+        at_1 = engine_state(engine)
+        train(engine, 2)
+        at_2 = engine_state(engine)
+        engine.backward(loss_of(engine, lm_batch(128, seed=2)))
+        engine.end_run()
+        with pytest.raises(StepError, match="has ended"):
+            engine.step()
+        for _ in range(2):
+            with pytest.raises(StepError, match="has ended"):
+                engine.backward(loss_of(engine, lm_batch(128, seed=3)))
+            with pytest.raises(StepError, match="has ended"):
+                engine.step()
+            engine.load_checkpoint(checkpoint)
+        assert_same_bits(engine_state(engine), at_1)
+    step, _, state = reopened(tmp_path, update=update)
+    assert step == 2
+    assert_same_bits(state, at_2)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("through", ["engine", "module"])
+def test_random_numbers_go_on_at_the_first_training_forward(tmp_path, through):
+    """Whatever calls it, and whatever was drawn or evaluated before."""
+    x, states = torch.ones(4, 32), []
+    for stops in ([3], [2, 3]):
+        folder = tmp_path / str(len(stops))
+        folder.mkdir()
+        for stop in stops:
+            torch.manual_seed(0)
+            with engine_for(Dropping(), config_of(folder)) as engine:
+                if engine.global_steps:
+                    engine.eval()
+                    engine.module(torch.rand(4, 32))
+                    engine.train()
+                while engine.global_steps < stop:
+                    engine.backward((engine if through == "engine" else engine.module)(x))
+                    engine.step()
+                state = engine_state(engine)
+        states.append(state)
+    assert_same_bits(*states)
 
 
 def test_the_first_step_after_resuming_is_whole(tmp_path):

@@ -239,6 +239,26 @@ def test_a_short_last_window(tmp_path, update, dtype):  # D34
         pair.check()
 
 
+@UPDATES
+def test_zero_grad_of_the_optimizer_drops_what_was_accumulated(tmp_path, update):
+    """As in torch; the engine's own sets what is on parameters to None, which is nothing, as under ZeRO-3."""
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd", update), accumulation=2, clip=1.0) as pair:
+        batches = batches_for(131, 7)
+        pair.train(batches[:2])
+        pair.micro_step(batches[2])
+        pair.engine.step()
+        pair.micro_step(batches[3])
+        pair.engine.optimizer.zero_grad()
+        pair.twin._main_grad.clear()
+        pair.micro_step(batches[4])
+        pair.step()
+        for batch in batches[5:]:
+            pair.micro_step(batch)
+            pair.engine.zero_grad()
+            (pair.engine if batch is batches[5] else pair).step()
+        pair.check()
+
+
 def test_the_logged_loss_does_not_depend_on_accumulation(tmp_path):  # D46
     batches = batches_for(131, 4)
     logged = {}
@@ -706,6 +726,34 @@ def test_evaluation_and_generation_between_steps(tmp_path, tier, dtype):
             assert torch.equal(*generated)
             seen.append(evaluated[0])
         assert len(set(seen)) == 3
+        pair.check()
+
+
+@pytest.mark.parametrize("update", ["deferred", "eager"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_evaluation_that_raises_keeps_the_step_under_way(tmp_path, update, accumulation):
+    """Its gradients, and the graph of a forward whose backward is to come."""
+    def evaluate_badly():
+        handle = pair.engine.module.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        pair.engine.eval()
+        with torch.no_grad(), pytest.raises(ZeroDivisionError):
+            loss_of(pair.engine, lm_batch(131, seed=9))
+        pair.engine.train()
+        handle.remove()
+
+    def loss_fn(model, batch):
+        loss = loss_of(model, batch)
+        if model is pair.engine:
+            evaluate_badly()
+        return loss
+
+    with pair_of(OddModel, lohan_section(tmp_path, "ssd", update), accumulation=accumulation, clip=1.0) as pair:
+        batches = batches_for(131, 3 * accumulation)
+        for i, batch in enumerate(batches):
+            pair.micro_step(batch, loss_fn)
+            evaluate_badly()
+            (pair.engine if (i + 1) % accumulation else pair).step()
+        assert pair.engine.global_steps == 3
         pair.check()
 
 

@@ -243,6 +243,29 @@ def test_edits_between_steps_persist(tmp_path, tier, dtype, edit):
         pair.check()
 
 
+def multiply_after_a_look(model):
+    """At all, so that the first blocks have gone again."""
+    for param in model.parameters():
+        assert param.norm() >= 0
+    with torch.no_grad():
+        for module in (model.layers[1].up, model.embed, model.head):
+            module.weight.mul_(0.5)
+        model.norm.weight.data.mul_(0.5)
+
+
+@TIERS
+@DTYPE
+@pytest.mark.parametrize("edit", [*EDITS, multiply_after_a_look], ids=lambda edit: edit.__name__)
+def test_edits_right_before_a_forward(tmp_path, tier, dtype, edit):
+    """With nothing in between that would write them back."""
+    with pair_of(OddModel, lohan_section(tmp_path, tier), dtype=dtype, clip=1.0) as pair:
+        for batch in batches_for(131, 3):
+            edit(pair.engine.module)
+            edit_twin(pair, edit)
+            pair.train([batch])
+        pair.check()
+
+
 @pytest.mark.parametrize("edit", [fill_data, zero_one], ids=lambda edit: edit.__name__)
 def test_edits_right_after_a_forward_persist(tmp_path, edit):
     """After a forward that no backward follows, the last units are still there."""

@@ -57,8 +57,23 @@ def optimizer_state(optimizer: LohanOptimizer) -> dict:
 def load_optimizer_state(optimizer: LohanOptimizer, state: dict) -> None:
     """Puts masters, moments, step counts, hyper-parameters and the loss scaler back, bit for bit.
 
-    Raises StoreError, naming the first difference, when the checkpoint is of other parameters.
+    Raises what `check_fits` does, before anything is written.
     """
+    check_fits(optimizer, state)
+    saved = state["optimizer_state_dict"]
+    for index, place in enumerate(optimizer.places):
+        for kind, values in _arrays_of(state, index).items():
+            optimizer.offload.write(*place, kind, values)
+        optimizer.steps[place] = int(saved["state"][index]["step"])
+    for group, loaded in zip(optimizer.param_groups, saved["param_groups"]):
+        group.update((key, value) for key, value in loaded.items() if key != "params")
+    optimizer.loss_scaler = state["loss_scaler"]
+    optimizer.dynamic_loss_scale = state["dynamic_loss_scale"]
+    optimizer.overflow = state["overflow"]
+
+
+def check_fits(optimizer: LohanOptimizer, state: dict) -> None:
+    """Raises StoreError, naming the first difference, when the checkpoint is of other parameters or of other sizes."""
     names = [optimizer._slot(*place).name for place in optimizer.places]
     saved_names = state.get("param_names")
     if saved_names is None:
@@ -68,18 +83,18 @@ def load_optimizer_state(optimizer: LohanOptimizer, state: dict) -> None:
         odd = next((f"{a} / {b}" for a, b in zip(saved_names, names) if a != b), "one has more than the other")
         raise StoreError(f"the checkpoint holds {len(saved_names)} trained parameters, this run {len(names)}; first "
                          f"difference (saved / here): {odd}. The same model and optimizer groups are needed")
-    saved = state["optimizer_state_dict"]
     for index, place in enumerate(optimizer.places):
-        moments = saved["state"][index]
-        optimizer.offload.write(*place, "master", state["fp32_flat_groups"][index])
-        optimizer.offload.write(*place, "exp_avg", moments["exp_avg"])
-        optimizer.offload.write(*place, "exp_avg_sq", moments["exp_avg_sq"])
-        optimizer.steps[place] = int(moments["step"])
-    for group, loaded in zip(optimizer.param_groups, saved["param_groups"]):
-        group.update((key, value) for key, value in loaded.items() if key != "params")
-    optimizer.loss_scaler = state["loss_scaler"]
-    optimizer.dynamic_loss_scale = state["dynamic_loss_scale"]
-    optimizer.overflow = state["overflow"]
+        needed = optimizer._slot(*place).numel
+        for kind, values in _arrays_of(state, index).items():
+            if values.numel() != needed:
+                raise StoreError(f"the checkpoint's {kind} of {names[index]}: got {values.numel()} elements, needed "
+                                 f"{needed}; it is damaged, or of a model of other sizes")
+
+
+def _arrays_of(state: dict, index: int) -> dict[str, Tensor]:
+    moments = state["optimizer_state_dict"]["state"][index]
+    return {"master": state["fp32_flat_groups"][index], "exp_avg": moments["exp_avg"],
+            "exp_avg_sq": moments["exp_avg_sq"]}
 
 
 class _Export:

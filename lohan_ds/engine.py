@@ -15,9 +15,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
 from lohan_ds import process_end
+from lohan_ds.checkpoint import check_fits
 from lohan_ds.checkpoint_folder import restore_replaced, whole_checkpoint
 from lohan_ds.config import effective_ds_config, ignored_keys, parse
-from lohan_ds.errors import ConfigError, StepError
+from lohan_ds.errors import ConfigError, StepError, StoreError
 from lohan_ds.offload import Offload
 from lohan_ds.optimizer import LohanOptimizer, is_decoupled
 from lohan_ds.plan import LossTiles
@@ -310,19 +311,25 @@ class LohanEngine(DeepSpeedEngine):
         weights = {**checkpoint["module"], **(checkpoint.get("frozen_param_fragments") or {})}
         buffers = dict(self.module.named_buffers())
         params = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, value in weights.items():   # all of them before the first write
+            here = params.get(name, buffers.get(name))
+            if here is None and strict:
+                raise ConfigError(f"the checkpoint has {name}, which this model has not")
+            if here is not None and here.numel() != value.numel():
+                raise StoreError(f"the checkpoint's {name}: got {value.numel()} elements, needed {here.numel()}; it is "
+                                 "damaged, or of a model of other sizes")
         for name, value in weights.items():
             if name in params:
                 self.offload.write(*self.offload.place_of(params[name]), "master", value)
             elif name in buffers:
                 buffers[name].copy_(value)
-            elif strict:
-                raise ConfigError(f"the checkpoint has {name}, which this model has not")
 
     def load_checkpoint(self, load_dir, *args, **kwargs):
         if os.path.exists(os.path.join(load_dir, RUN_MARK)):
             return load_dir, {}   # stands for this run, which is there already
         self.reset_step()   # what was accumulated belongs to the state that is replaced
         restore_replaced(load_dir)
+        step_before = self.global_steps
         whole = contextlib.nullcontext() if self.offload is None else self.offload.as_a_whole("load_checkpoint()")
         with whole:
             result = super().load_checkpoint(load_dir, *args, **kwargs)
@@ -331,7 +338,26 @@ class LohanEngine(DeepSpeedEngine):
             if not self.offload.has_ended:
                 self._boundary_state = pack_state(self)
                 self._commit_step(result[0])
+                if self.global_rank == 0:
+                    _announce(f"lohan: load_checkpoint() replaces step {step_before} of run "
+                              f"{self.lohan_config.run_name!r} by step {self.global_steps} of {result[0]}")
         return result
+
+    def _load_checkpoint(self, load_dir, tag, load_optimizer_states=True, load_module_only=False, **kwargs):
+        if self.offload is not None and load_optimizer_states and not load_module_only:
+            self._refuse_misfit(load_dir, tag)
+        return super()._load_checkpoint(load_dir, tag, load_optimizer_states=load_optimizer_states,
+                                        load_module_only=load_module_only, **kwargs)
+
+    def _refuse_misfit(self, load_dir, tag) -> None:
+        """Before counters, schedule or weights have changed. StoreError."""
+        self.loaded_checkpoint_dp_world_size = 1
+        states = self._get_all_zero_checkpoints(load_dir, tag)
+        if not states:
+            raise StoreError(f"there is no optimizer state of a {self.optimizer.dtype} run in "
+                             f"{os.path.join(load_dir, tag)}; load the weights only: "
+                             "load_checkpoint(..., load_optimizer_states=False)")
+        check_fits(self.optimizer, states[0])
 
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True,  # noqa: B006 - as DeepSpeed's
                         exclude_frozen_parameters=False):

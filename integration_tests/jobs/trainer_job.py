@@ -56,3 +56,13 @@ kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accurac
 with open(job["out"] + "/report.json", "w") as file:
     json.dump({"engine": type(trainer.model_wrapped).__name__, "num_parameters": trainer.model.num_parameters(),
                "log": [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]}, file)
+if job.get("train_twice"):
+    before = trainer.evaluate()["eval_loss"]
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        refusal = f"{type(error).__name__}: {error}"
+    trainer.save_model(job["out"] + "/after")
+    predicted = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+    with open(job["out"] + "/second.json", "w") as file:
+        json.dump({"refusal": refusal, "losses": [before, trainer.evaluate()["eval_loss"], predicted]}, file)

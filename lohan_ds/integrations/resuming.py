@@ -13,6 +13,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from lohan_ds.config import LohanConfig, parse
+from lohan_ds.engine import LohanEngine
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.run_state import RUN_MARK
 from lohan_ds.store.commits import committed_step
@@ -56,9 +57,10 @@ def run_as_checkpoint(trainer: Any, given: str | bool | None) -> Iterator[str | 
 
 def refuse_second_training(trainer: Any) -> None:
     """Trainer destroys its engine when it trains again, and the model's values with it. StepError."""
-    if getattr(trainer.model_wrapped, "offload", None) is not None:
-        raise StepError("this Trainer has trained already, and train() would destroy the engine that holds its model. "
-                        "Save the model (save_model) and make a new Trainer from it, or, with lohan.run_name, start "
+    engine = trainer.model_wrapped   # of evaluate() alone it has no offload
+    if isinstance(engine, LohanEngine) and engine.offload is not None:
+        raise StepError("this Trainer has trained already, and train() would destroy the engine that holds its model; "
+                        "save the model (save_model) and make a new Trainer from it, or, with lohan.run_name, start "
                         "the script again")
 
 
