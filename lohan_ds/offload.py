@@ -43,6 +43,7 @@ from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
 from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
 from lohan_ds.store.block_store import BlockStore
+from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
 from lohan_ds.store.native_io import make_ssd_io
@@ -124,7 +125,7 @@ class Offload:
             native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
                                           num_update_threads(self.device, config.update_threads), self.device)
-        self.closers.append(self.gradients.close)
+        self.closers += [self.gradients.close, functools.partial(_cut_off, self.gradients, self.io)]
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))
         take_staging = None if streams.unified else (lambda nbytes: self.pool.alloc(nbytes, "parameter staging"))
@@ -373,6 +374,13 @@ def _weakly(method: Callable, otherwise) -> Callable:
 def _replan(profile: ModelProfile, file: PlanFile, hardware: HardwareProfile) -> PlanFile | None:
     from lohan_ds.planner.automatic import plan_at_rates   # it imports scipy
     return plan_at_rates(file, hardware, profile)
+
+
+def _cut_off(gradients: GradientPipeline, io: FileIo | None) -> None:
+    """What is to last is on the SSDs by now; the rest may be gigabytes that wait to be written."""
+    gradients.stop()
+    if io is not None:
+        io.cancel()
 
 
 def _end_recording(recorder: Recorder, updater) -> None:

@@ -373,7 +373,7 @@ class Updater:
         """Background work failed: every block that is due fails, and `check` raises from now on."""
         with self._condition:
             if self._error is not None:
-                if error is not self._error:
+                if error is not self._error and not self._stopping:
                     logger.error("a later failure of background work: %s", error)
                 return
             self._error = error

@@ -188,6 +188,10 @@ class FileIo:
                 file.fd = -1
             self._files.discard(file)
 
+    def cancel(self) -> None:
+        """Before `close`, where nobody wants the data any more: requests that have not begun end with a StoreError."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Waits for all requests made so far, then ends the threads and closes all files. Idempotent."""
         with self._lock:

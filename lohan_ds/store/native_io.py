@@ -70,6 +70,9 @@ class NativeSsdIo(FileIo):
     def _start_sync(self, file: SsdFile) -> Work:
         return self._fly(Request("sync", file, 0, 0, self._nothing, None, None, Urgency.UPDATE), _VERBS["sync"])
 
+    def cancel(self) -> None:
+        self._pool.cancel()
+
     def _end_threads(self) -> None:
         self._pool.end()
         self._thread.join()

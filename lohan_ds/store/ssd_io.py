@@ -24,6 +24,7 @@ class ThreadSsdIo(FileIo):
     def __init__(self, num_threads: int):
         super().__init__()
         self._threads = IoThreads(num_threads)
+        self._is_cancelled = False
 
     def _pread(self, fd: int, view: memoryview, offset: int) -> int:
         """The system call, alone so that a test double can put faults in its place."""
@@ -47,6 +48,9 @@ class ThreadSsdIo(FileIo):
         file.num_in_flight += 1
         return self._threads.submit(Urgency.UPDATE, self._sync_file, file)
 
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
     def _end_threads(self) -> None:
         self._threads.close()
 
@@ -54,6 +58,9 @@ class ThreadSsdIo(FileIo):
         """The request's buffer."""
         start_s, moved_bytes = time.perf_counter(), 0
         try:
+            if self._is_cancelled:
+                raise transfer_failure(request.verb, request.file.path, request.offset + start, 0, nbytes,
+                                       errno.ECANCELED, os.strerror(errno.ECANCELED))
             self._move_piece(request, start, nbytes)
             moved_bytes = nbytes
         finally:

@@ -397,6 +397,18 @@ class _StalledIo(ThreadSsdIo):
         super()._fdatasync(fd)
 
 
+@both
+def test_requests_that_have_not_begun_are_cancelled(tmp_path, pool, make_io):
+    io = make_io(1)
+    file = io.open(str(tmp_path / "f"), 8 * PAGE)
+    io.cancel()
+    work = io.write(file, 0, _random_bytes(pool, PAGE))
+    with pytest.raises(StoreError, match=os.strerror(errno.ECANCELED)):
+        work.wait()
+    io.close()
+    assert file.bytes_written == 0 and (tmp_path / "f").read_bytes() == bytes(8 * PAGE)
+
+
 def test_a_stalled_request_is_named_until_it_ends(tmp_path, pool, caplog):
     """Which file, what, and for how long (user case D27)."""
     io = _StalledIo(2)

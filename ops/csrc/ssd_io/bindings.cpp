@@ -55,6 +55,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return lohan::IoPool::start(num_threads, piece_bytes, event_fd);
         }))
         .def("submit", &submit)
+        .def("cancel", &lohan::IoPool::cancel)
         .def("end", &lohan::IoPool::end)
         .def("take_done", &take_done)
         .def("has_ended", &lohan::IoPool::has_ended)

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdint>
@@ -148,6 +149,9 @@ public:
         return true;
     }
 
+    // Requests that have not begun fail with ECANCELED, from now on.
+    void cancel() { is_cancelled_.store(true, std::memory_order_relaxed); }
+
     // The threads end after all that was submitted. Does not block. Idempotent.
     void end() {
         if (pid_ != getpid()) return;    // a fork has left the child no threads, and the mutex perhaps locked
@@ -279,6 +283,9 @@ private:
 
     Failure run(Seat& seat, const Piece& piece) {
         const Request& r = piece.flight->request;
+        if (is_cancelled_.load(std::memory_order_relaxed)) {
+            return {Reason::kSystem, ECANCELED, r.offset + piece.start, 0, piece.nbytes, 0, 0, 0, 0};
+        }
         if (r.verb == Verb::kSync) return sync(seat, r);
         const std::vector<Part> of_piece = parts(r, piece.start, piece.nbytes);
         if (r.checksums != nullptr && r.verb == Verb::kWrite) {
@@ -383,6 +390,7 @@ private:
     int64_t num_submitted_ = 0;
     int num_threads_;
     bool ending_ = false;
+    std::atomic<bool> is_cancelled_{false};
 };
 
 }  // namespace lohan
