@@ -79,7 +79,7 @@ def model_of(billions: int, batch: int) -> ModelProfile:
 def search_of(billions: int, batch: int, hardware: HardwareProfile) -> ActivationSearch:
     """The paper's system: everything on the SSD, its order, activations in what main memory the buffers leave."""
     model = model_of(billions, batch)
-    buffers_bytes = total_bytes(fixed_needs(model, PAPERS_ORDER, hardware.unified))["host"]
+    buffers_bytes = total_bytes(fixed_needs(model, PAPERS_ORDER, hardware))["host"]
     return ActivationSearch(group(model), hardware, PAPERS_ORDER, hardware.host_bytes - buffers_bytes)
 
 

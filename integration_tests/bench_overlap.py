@@ -28,8 +28,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from integration_tests.doubles import engine_config
-from integration_tests.test_timing import PacedIo, update_bytes
+from integration_tests.doubles import engine_config, one_drive
+from integration_tests.test_timing import update_bytes
+from lohan_ds.rehearsal.oldest_first import OldestFirst
 from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.step_summary import STALL_CAUSES
 from lohan_ds.testing.harness import engine_for
@@ -41,28 +42,16 @@ BYTES_PER_PARAM = 26 + 2 + 2   # update, fetches of forward and backward
 CASES = {"ssd": (0.4, 0.8, 1.8), "balanced": (0.4, 0.8, 1.2), "compute": (0.4, 0.8, 0.6)}   # nominal T_f, T_b, S
 
 
-class OldestFirst(StepProtocol):
-    """Speculates on the block whose gradients came first, and finishes it."""
-
-    def gradient_complete(self, block: int, square_sum: float) -> None:
-        super().gradient_complete(block, square_sum)
-        if self._ready and self._ready[-1] == block:
-            self._ready.insert(0, self._ready.pop())
-            self._arrival[block] *= -1
-
-
 @contextlib.contextmanager
 def product_as(mode: str, bytes_per_s: float) -> Iterator[None]:
     """The product's own code, with a paced drive and the update order of `mode`."""
-    import lohan_ds.engine
     import lohan_ds.planner.search
-    import lohan_ds.updater
+    from lohan_ds.engine import LohanEngine
     from lohan_ds.offload import Offload
+    make_offload = functools.partial(Offload, make_io=one_drive(bytes_per_s),
+                                     make_protocol=OldestFirst if mode in ("barrier", "oldest") else StepProtocol)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(patch.object(lohan_ds.engine, "Offload", functools.partial(
-            Offload, make_io=functools.partial(PacedIo, bytes_per_s=bytes_per_s))))
-        if mode in ("barrier", "oldest"):
-            undo.enter_context(patch.object(lohan_ds.updater, "StepProtocol", OldestFirst))
+        undo.enter_context(patch.object(LohanEngine, "make_offload", staticmethod(make_offload)))
         if mode != "deferred+ahead":
             undo.enter_context(patch.object(lohan_ds.planner.search, "_num_read_ahead_chunks", lambda *_: 0))
         yield

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lohan_ds.rehearsal.paced_io import PacedDrive, PacedIo
 from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.harness import DTYPES, ds_config
@@ -29,9 +30,15 @@ def one_compute_thread():
 
 def use_doubles(monkeypatch, streams=None, make_io=make_ssd_io) -> None:
     """Engines made from now on use these instead of the device's streams and the real disk."""
-    import lohan_ds.engine
+    from lohan_ds.engine import LohanEngine
     from lohan_ds.offload import Offload
-    monkeypatch.setattr(lohan_ds.engine, "Offload", functools.partial(Offload, streams=streams, make_io=make_io))
+    make_offload = functools.partial(Offload, streams=streams, make_io=make_io)
+    monkeypatch.setattr(LohanEngine, "make_offload", staticmethod(make_offload))
+
+
+def one_drive(bytes_per_s: float):
+    """I/O on one drive that moves so many bytes per second, whatever the number of threads: for `use_doubles`."""
+    return functools.partial(PacedIo, drives=[("/", PacedDrive(bytes_per_s, bytes_per_s))])
 
 
 def engine_config(ssd, dtype="fp32", clip=0.0, accumulation=1, **lohan):

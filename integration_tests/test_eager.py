@@ -27,14 +27,14 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from test_failures import assert_nothing_left
-from test_timing import PacedIo, SleepyModel, update_bytes
+from test_timing import SleepyModel, update_bytes
 from test_training_patterns import TIERS, Pair, batches_for, lohan_section, pair_of
 from test_visible_parameters import edit_twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches,  # noqa: F401
-                                       one_compute_thread, use_doubles)
+                                       one_compute_thread, one_drive, use_doubles)
 from lohan_ds.errors import StepError, StoreError
 from lohan_ds.grad_norm import global_norm, sum_of_squares
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline
@@ -951,7 +951,7 @@ class SleepyBothWays(SleepyModel):
 def timed_steps(update, ssd, monkeypatch, num_steps=3):
     """(seconds of the fastest step, shares of update bytes moved in forward, in backward, in step())."""
     # 26 bytes a parameter and step: 27 MB, as long as forward and backward together.
-    use_doubles(monkeypatch, make_io=functools.partial(PacedIo, bytes_per_s=34e6))
+    use_doubles(monkeypatch, make_io=one_drive(34e6))
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     step_s, moved = [], {"forward": 0, "backward": 0, "step": 0}
     config = engine_config(ssd, "bf16", 1e6, update=update, chunk_bytes="512KiB")

@@ -1,7 +1,6 @@
 """The recorder on a whole engine: its shares are those of plain byte counters, and it is free when nobody asked."""
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from integration_tests.doubles import (engine_config, make_batches, one_compute_thread,  # noqa: F401
-                                       train_engine, train_twin, use_doubles)
-from integration_tests.test_timing import PacedIo, SleepyModel, update_bytes
+                                       one_drive, train_engine, train_twin, use_doubles)
+from integration_tests.test_timing import SleepyModel, update_bytes
 from lohan_ds import offload
 from lohan_ds.step_summary import RESOURCES
 from lohan_ds.testing.delayed_streams import DelayedStreams
@@ -51,7 +50,7 @@ class SleepyBothWays(SleepyModel):
 
 def run(update, ssd, monkeypatch, capsys):
     """(counted share of update bytes that moved in forward or backward, summaries of the steps, lines printed)."""
-    use_doubles(monkeypatch, make_io=functools.partial(PacedIo, bytes_per_s=70e6))   # 27 MB a step: 0.39 s
+    use_doubles(monkeypatch, make_io=one_drive(70e6))   # 27 MB a step: 0.39 s
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     hidden, summaries = 0, []
     capsys.readouterr()
@@ -114,7 +113,7 @@ def test_the_recorder_agrees_with_byte_counters(tmp_path, monkeypatch, capsys):
 
 
 def test_stalls_name_what_was_waited_for(tmp_path, monkeypatch):
-    use_doubles(monkeypatch, make_io=functools.partial(PacedIo, bytes_per_s=15e6))   # the update takes 1.8 s
+    use_doubles(monkeypatch, make_io=one_drive(15e6))   # the update takes 1.8 s
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     config = engine_config(tmp_path, "bf16", update="deferred", chunk_bytes="512KiB", step_report=True)
     with engine_for(SleepyBothWays(), config) as engine:
@@ -129,7 +128,7 @@ def test_stalls_name_what_was_waited_for(tmp_path, monkeypatch):
 def test_trace_of_every_resource(update, tmp_path, monkeypatch):
     """And the same bits as without a recorder."""
     streams = DelayedStreams(0, max_delay_s=0.001)
-    use_doubles(monkeypatch, streams, functools.partial(PacedIo, bytes_per_s=50e6))
+    use_doubles(monkeypatch, streams, one_drive(50e6))
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     trace_path = tmp_path / "trace.json"

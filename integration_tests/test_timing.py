@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches, one_compute_thread,  # noqa: F401
-                                       train_engine, train_twin, use_doubles)
+                                       one_drive, train_engine, train_twin, use_doubles)
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.delayed_streams import DelayedStreams
@@ -190,30 +190,6 @@ def test_bytes_in_flight_stay_within_the_buffers(update, tmp_path, monkeypatch):
 
 # -- overlap ---------------------------------------------------------------------------------------------------------
 
-class PacedIo(ThreadSsdIo):
-    """One drive that moves so many bytes per second, whatever the number of threads."""
-
-    def __init__(self, num_threads, bytes_per_s):
-        super().__init__(num_threads)
-        self._bytes_per_s = bytes_per_s
-        self._pace_lock = threading.Lock()
-        self._free_at = 0.0
-
-    def _pace(self, nbytes):
-        with self._pace_lock:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_s
-            free_at = self._free_at
-        time.sleep(max(0.0, free_at - time.monotonic()))
-
-    def _pread(self, fd, view, offset):
-        self._pace(len(view))
-        return super()._pread(fd, view, offset)
-
-    def _pwrite(self, fd, view, offset):
-        self._pace(len(view))
-        return super()._pwrite(fd, view, offset)
-
-
 class SleepyLayer(nn.Module):
     """Parameters that take long to update, and compute that takes time and no CPU."""
 
@@ -249,7 +225,7 @@ def update_bytes(engine) -> int:
 def timed_steps(update, ssd, monkeypatch, num_steps=4):
     """(seconds of the fastest step, share of update bytes moved inside step(), share moved in the next forward)."""
     # 8 layers of 131,072 parameters, 26 bytes each on the SSD per update: 27 MB, 0.4 s, as long as the forward.
-    use_doubles(monkeypatch, make_io=functools.partial(PacedIo, bytes_per_s=70e6))
+    use_doubles(monkeypatch, make_io=one_drive(70e6))
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     step_s, in_step, in_forward = [], 0, 0
     with engine_for(SleepyModel(), engine_config(ssd, "bf16", 1.0, update=update, chunk_bytes="512KiB")) as engine:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lohan_ds import cli_bench, cli_plan, cli_profile, cli_store
+from lohan_ds import cli_bench, cli_plan, cli_profile, cli_rehearse, cli_store
 
 if TYPE_CHECKING:   # torch takes seconds to import, too long for --help
     from lohan_ds.testing.parity import Case, CaseResult
@@ -27,6 +27,7 @@ app.add_typer(cli_store.app, name="store")
 app.command("profile")(cli_profile.profile_command)
 app.command("plan")(cli_plan.plan_command)
 app.command("bench")(cli_bench.bench_command)
+app.command("rehearse")(cli_rehearse.rehearse_command)
 
 
 class Dtype(str, Enum):

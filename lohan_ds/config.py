@@ -31,7 +31,7 @@ MIN_BUDGET_BYTES = 4096          # below one page a number was surely meant in o
 MIN_SSD_FREE_BYTES = 16 * MIB    # per path
 DECIDED_BY_PLAN = ("param_tier", "optimizer_tier", "update", "prefetch_depth", "chunk_bytes", "activations",
                    "activation_space")   # keys that a plan file takes the place of
-AUTOMATIC = {"prefetch_depth": 2, "chunk_bytes": 16 * MIB, "ssd_threads": 4}
+AUTOMATIC = {"prefetch_depth": 2, "chunk_bytes": 16 * MIB, "ssd_threads": 4}   # the threads for each path
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -121,8 +121,9 @@ class LohanConfig(pydantic.BaseModel):
     """Bytes of optimizer state that are read, updated and written at a time. By default 16 MiB: large enough for
     full SSD speed, small enough for a few to fit in host memory."""
 
-    ssd_threads: int | None = Field(None, ge=1, json_schema_extra={"what": "threads", "automatic": "4"})
-    """Threads that read and write the SSDs. By default 4: enough requests in flight to keep one NVMe SSD busy."""
+    ssd_threads: int | None = Field(None, ge=1, json_schema_extra={"what": "threads", "automatic": "4 for each path"})
+    """Threads that read and write the SSDs. By default 4 for each of `ssd_paths`: enough requests in flight to keep an
+    NVMe SSD busy."""
 
     update_threads: int | None = Field(None, ge=1, json_schema_extra={
         "what": "threads", "automatic": "all cores but one beside a GPU, else torch's number"})
@@ -219,7 +220,8 @@ class LohanConfig(pydantic.BaseModel):
 
     def with_defaults(self) -> LohanConfig:
         """The same with the keys of `AUTOMATIC` filled in; budgets, tiers and `update` stay None: the plan decides."""
-        return self.model_copy(update={k: v for k, v in AUTOMATIC.items() if getattr(self, k) is None})
+        automatic = {**AUTOMATIC, "ssd_threads": AUTOMATIC["ssd_threads"] * max(len(self.ssd_paths), 1)}
+        return self.model_copy(update={k: v for k, v in automatic.items() if getattr(self, k) is None})
 
 
 def parse(ds_config: dict) -> LohanConfig | None:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
+from collections.abc import Callable
 
 import deepspeed
 import torch
@@ -46,8 +47,10 @@ def _announce(line: str) -> None:
 class LohanEngine(DeepSpeedEngine):
     """Made by `deepspeed.initialize` when the config has an enabled "lohan" section; see integrations/deepspeed.py.
 
-    Raises ConfigError or CapacityError before any parameter is moved.
+    Raises ConfigError or CapacityError before any parameter is moved. `make_offload`: with the arguments of `Offload`;
+    tests and rehearsals put doubles of streams and drives into it.
     """
+    make_offload: Callable[..., Offload] = Offload
     profile_live = None   # set by integrations: profile_live of live_model.py
 
     def __init__(self, *args, config=None, config_class=None, mpu=None, mesh_device=None, **kwargs):
@@ -115,7 +118,7 @@ class LohanEngine(DeepSpeedEngine):
         group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
                        if p.requires_grad}
         convert_to_zero3(self.module, self.config)
-        self.__dict__["offload"] = offload = Offload(
+        self.__dict__["offload"] = offload = self.make_offload(
             self.module, self.lohan_config, lambda p: group_index.get(id(p)), self.gradient_accumulation_steps(),
             torch.device(self.device), set_status, report=_print_line if self.global_rank == 0 else None,
             facts=self._run_facts(), announce=_announce if self.global_rank == 0 else None,

@@ -42,6 +42,7 @@ from lohan_ds.runtime.staged_streams import StagedStreams
 from lohan_ds.runtime.streams import Streams, make_streams
 from lohan_ds.runtime.swap_space import SwapSpace
 from lohan_ds.runtime.tiled_head import TiledHead, UnknownHead, find_head
+from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.filenames import named_run_dirs, run_dir_name
@@ -64,12 +65,15 @@ class Offload:
     def __init__(self, model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
                  set_status=lambda param, available: None, streams: Streams | None = None,
                  make_io=make_ssd_io, report: Callable[[str], None] | None = None, facts: RunFacts | None = None,
-                 announce: Callable[[str], None] | None = None, compare_every_steps: int | None = None):
+                 announce: Callable[[str], None] | None = None, compare_every_steps: int | None = None,
+                 make_plan=plan_run, make_protocol=StepProtocol):
         """`report`: for the line of a step. `facts`: of the training; without, the plan is made of bytes alone.
-        `announce`: for what is predicted, and later compared with what is measured, again every so many steps."""
+        `announce`: for what is predicted, and later compared with what is measured, again every so many steps.
+        `make_plan` has the arguments and results of `plan_run`, `make_protocol` those of `StepProtocol`."""
         self.device = device
+        self._make_protocol = make_protocol
         self.resumed_details: bytes | None = None   # what was given with the commit that this run goes on from
-        self.run_plan = plan_run(model, config, group_of, accumulation, device, facts)
+        self.run_plan = make_plan(model, config, group_of, accumulation, device, facts)
         self.model_blocks, self.plan, budgets = self.run_plan[:3]
         self.blocks = self.model_blocks.blocks
         self._tiled_head = _tiled_head(model, self.plan, config)
@@ -124,7 +128,8 @@ class Offload:
         for operator in ("cpu_adam", "grad_accumulate"):
             native(operator)   # compiles now, if ever, and not in the first step
         self.gradients = GradientPipeline(self.blocks, self.plan, self.store, self.streams, self.pool, self.recorder,
-                                          num_update_threads(self.device, config.update_threads), self.device)
+                                          num_update_threads(self.device, config.update_threads), self.device,
+                                          self._make_protocol)
         self.closers += [self.gradients.close, functools.partial(_cut_off, self.gradients, self.io)]
         if self.recorder is not None:
             self.closers.append(functools.partial(_end_recording, self.recorder, self.gradients.updater))
@@ -160,7 +165,7 @@ class Offload:
         saved = self.streamer.saved
         weights = WeightHooks(saved.pack_weight, saved.unpack, self.streamer.weights_version)
         self.swapper = ActivationSwapper([(unit.name, unit.module) for unit in self.model_blocks.units], swap,
-                                         space.tiers, self.streams, self.device, weights)
+                                         space.tiers, self.streams, self.device, weights, self.recorder)
         self.swapper.attach()
         saved.use_hooks(*self.swapper.saved_tensors_hooks)
 

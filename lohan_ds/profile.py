@@ -56,6 +56,7 @@ class HardwareProfile:
     device_bytes: int
     ssd_bytes: int
     unified: bool = False                # the device's memory is host memory (a CPU as accelerator)
+    num_ssds: int = 0                    # directories, each taken for a drive of its own; 0: unknown, as 1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from lohan_ds.model_blocks import ModelBlocks, split_into_blocks, values_of
 from lohan_ds.plan import ActivationPlan, LossTiles, OffloadPlan, loss_tiles
 from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, plan_from_file
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
+from lohan_ds.planner.memory_model import num_spill_buffers
 from lohan_ds.planner.plan_file import PlanFile, load_plan
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
 from lohan_ds.profile import Budgets, ModelProfile, ModelSize
@@ -26,7 +27,7 @@ from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
 from lohan_ds.store.manifest import read_manifests
 
-NUM_SWAP_BUFFERS, SWAP_BUFFER_BYTES = 4, 8 << 20   # between device and SSD
+SWAP_BUFFER_BYTES = 8 << 20   # of each buffer between device and SSD
 
 
 class RunPlan(NamedTuple):
@@ -70,7 +71,7 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
         return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, model_bytes, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
-                          _activation_plan(config, model_blocks), tiles)
+                          _activation_plan(config, model_blocks), tiles, len(config.ssd_paths))
     plan, _ = make_plan(size, request, budgets)
     model_blocks = _with_chunks(model_blocks, plan)
     if facts is None or not may_plan_by_rates(config, plan):
@@ -99,7 +100,8 @@ def _activation_plan(config: LohanConfig, model_blocks: ModelBlocks) -> Activati
                      for unit in model_blocks.units)
     space = config.activation_space or 0
     if config.activations == "ssd":
-        return ActivationPlan(policies, ssd_bytes=space, num_buffers=NUM_SWAP_BUFFERS, buffer_bytes=SWAP_BUFFER_BYTES)
+        return ActivationPlan(policies, ssd_bytes=space, num_buffers=num_spill_buffers(len(config.ssd_paths)),
+                              buffer_bytes=SWAP_BUFFER_BYTES)
     return ActivationPlan(policies, host_bytes=space)
 
 

@@ -14,7 +14,7 @@ from lohan_ds.config import format_bytes
 
 RESOURCES = ("compute", "h2d", "d2h", "ssd_read", "ssd_write", "cpu_update", "stall")
 PHASES = ("forward", "backward", "step", "other")
-STALL_CAUSES = ("parameters", "update", "gradient", "step")
+STALL_CAUSES = ("parameters", "update", "gradient", "activation", "step")
 _MAX_INTERVALS = 20_000       # kept apart per resource and step
 
 Moment = float | Callable[[], float | None]   # of time.perf_counter; a device's is called once it may be known

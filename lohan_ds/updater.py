@@ -34,7 +34,6 @@ from lohan_ds.store.block_store import BlockStore
 from lohan_ds.work import Work
 
 logger = logging.getLogger(__name__)
-_NUM_LOADING = 2   # chunks: the one Adam is about to work on, and the next
 
 
 class Run(NamedTuple):
@@ -90,11 +89,11 @@ class Updater:
     on_span: Callable[[str, float, float, int, int | None], None] | None = None
 
     def __init__(self, blocks: Sequence[Block], store: BlockStore, pool: PinnedPool, num_chunk_buffers: int,
-                 num_read_ahead_chunks: int = 0, num_threads: int | None = None):
+                 num_read_ahead_chunks: int = 0, num_threads: int | None = None, make_protocol=StepProtocol):
         self._store = store
         self._num_threads = num_threads              # of Adam; torch's number when None
         self._shadow = [store.has_shadow(block.index) for block in blocks]
-        self._protocol = StepProtocol(self._shadow)
+        self._protocol = make_protocol(self._shadow)
         self._condition = threading.Condition()
         self._recipes: dict[int, BlockUpdate] = {}   # of blocks that may be taken
         self._due: dict[int, _Due] = {}              # by block
@@ -108,6 +107,7 @@ class Updater:
         self._scratch = pool.alloc(scratch_numel * 4, "gradient scratch of the update").view(torch.float32)
         self._ring = BufferRing(pool, num_chunk_buffers, max(store.chunk_buffer_bytes, 1),
                                 "chunk buffers of the update")
+        self._num_loading = self._ring.count // 2 + 1   # chunks: half are read, half are written, Adam works on one
         self._ahead = ReadAhead(blocks, store, pool, num_read_ahead_chunks, self._wake)   # of the updating thread
         self._ahead_for_step: int | None = None
         self._reading_ahead = False                  # in the step that is open
@@ -237,7 +237,7 @@ class Updater:
         loading: deque[_Piece] = deque()
         begun: list[tuple[_Job, Iterator[_Piece]]] = []   # with chunks yet to load; the last one goes on
         while True:
-            while len(loading) < min(_NUM_LOADING, self._ring.count):
+            while len(loading) < self._num_loading:
                 job = self._take(begun[-1][0] if begun else None, wait=not loading and not begun)
                 if job is not None:
                     begun.append((job, self._issue(job)))

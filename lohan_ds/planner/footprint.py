@@ -10,15 +10,13 @@ from dataclasses import dataclass
 
 from lohan_ds.block import round_up
 from lohan_ds.plan import OffloadPlan
-from lohan_ds.planner.memory_model import IO_ALIGN_BYTES, Need, needs
+from lohan_ds.planner.memory_model import IO_ALIGN_BYTES, Need, needs, num_chunk_buffers, num_spill_buffers
 from lohan_ds.planner.placement import (
     ActivationTier, BlockClass, ItemClass, ModelGroups, ParamTier, Placement, StateTier)
 from lohan_ds.planner.time_model import Schedule, UpdateOrder
 from lohan_ds.profile import HardwareProfile, MemoryTier, ModelProfile
 
-NUM_CHUNK_BUFFERS = 3        # of the update pipeline: read | Adam | write
-NUM_SPILL_BUFFERS = 4        # between device and SSD: two on their way out, two on their way in
-SPILL_BUFFER_BYTES = 64 * 2**20   # of each; larger items pass in pieces
+SPILL_BUFFER_BYTES = 64 * 2**20   # of each between device and SSD; larger items pass in pieces
 TENSORS_PER_ITEM = 4         # of what is swapped: as many may be rounded up to a page each
 HELD_GRADIENTS = "gradients held until the update"   # as `memory_model` names them
 # Orders that may drop or redo an update keep the old values in a second slot.
@@ -88,9 +86,9 @@ def in_flight_bytes(items: Iterable[ItemClass]) -> int:
     return sum(item.nbytes * item.num_per_unit for item in items)
 
 
-def spill_bytes(items: Iterable[ItemClass]) -> int:
+def spill_bytes(items: Iterable[ItemClass], num_ssds: int) -> int:
     """Host bytes of the buffers between device and SSD, if any of `items` is spilled."""
-    return NUM_SPILL_BUFFERS * spill_buffer_bytes(item.nbytes for item in items)
+    return num_spill_buffers(num_ssds) * spill_buffer_bytes(item.nbytes for item in items)
 
 
 def spill_buffer_bytes(item_bytes: Iterable[int]) -> int:
@@ -98,7 +96,7 @@ def spill_buffer_bytes(item_bytes: Iterable[int]) -> int:
     return min(max((round_up(nbytes, IO_ALIGN_BYTES) for nbytes in item_bytes), default=0), SPILL_BUFFER_BYTES)
 
 
-def fixed_needs(model: ModelProfile, schedule: Schedule, unified: bool) -> list[Need]:
+def fixed_needs(model: ModelProfile, schedule: Schedule, hardware: HardwareProfile) -> list[Need]:
     """Items that no count changes: staging and update buffers, held gradients, resident parameters, the running unit.
 
     Asked of `memory_model` with everything on the SSD, which needs the most buffers; what lies at rest there is left
@@ -108,17 +106,19 @@ def fixed_needs(model: ModelProfile, schedule: Schedule, unified: bool) -> list[
     probe = OffloadPlan(
         param_tier=("ssd",) * num_blocks, state_tier=("ssd",) * num_blocks, update="deferred",
         prefetch_depth=schedule.prefetch_depth, chunk_numel=max(block.chunk_numel for block in model.size.blocks),
-        num_chunk_buffers=NUM_CHUNK_BUFFERS, accumulate_fp32=schedule.accumulation > 1)
-    items = [need for need in needs(model.size, probe, unified) if need.tier != "ssd"]
+        num_chunk_buffers=num_chunk_buffers(hardware.num_ssds), accumulate_fp32=schedule.accumulation > 1)
+    items = [need for need in needs(model.size, probe, hardware.unified) if need.tier != "ssd"]
     if schedule.update == "barrier" and schedule.accumulation == 1:
         items = [need for need in items if need.what != HELD_GRADIENTS]
     running_bytes = max(sum(item.nbytes for item in unit.items) + unit.output_bytes + unit.workspace_bytes
                         for unit in model.units)
-    return [*items, Need("host" if unified else "device", "the running unit's activations", running_bytes)]
+    return [*items, Need("host" if hardware.unified else "device", "the running unit's activations", running_bytes)]
 
 
-def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrder, unified: bool) -> list[Need]:
+def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrder,
+                    hardware: HardwareProfile) -> list[Need]:
     """Every item of more than 0 bytes that the counts decide; `fixed_needs` come on top."""
+    unified = hardware.unified
     params = states = activations = TierBytes()
     for block, counts in zip(groups.blocks, placement.params):
         for tier, count in counts.items():
@@ -134,7 +134,8 @@ def placement_needs(groups: ModelGroups, placement: Placement, update: UpdateOrd
                if counts.get("host", 0) + counts.get("ssd", 0)]
     in_flight = max((in_flight_bytes(item for item in swapped if item.unit_class == unit_class)
                      for unit_class in {item.unit_class for item in swapped}), default=0)
-    spill = spill_bytes(groups.items) if any(counts.get("ssd", 0) for counts in placement.activations) else 0
+    spills = any(counts.get("ssd", 0) for counts in placement.activations)
+    spill = spill_bytes(groups.items, hardware.num_ssds) if spills else 0
     slots = " (two slots of what is trained)" if update in WITH_SHADOW else ""
     items = []
     for what, total in ((f"parameters{slots}", params), (f"optimizer state{slots}", states),

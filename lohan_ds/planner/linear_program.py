@@ -186,14 +186,14 @@ class LinearProgram:
         """Returns the number of every tier's row."""
         unified = self._hardware.unified
         in_flight, spill = self._add_in_flight_rows(), self._add_spill_row()
-        fixed = total_bytes(footprint.fixed_needs(self._model, self._schedule, unified))
+        fixed = total_bytes(footprint.fixed_needs(self._model, self._schedule, self._hardware))
+        spill_bytes = footprint.spill_bytes(self._groups.items, self._hardware.num_ssds)
         budget = footprint.budget(self._hardware)
         rows = {}
         for tier in MEMORY_TIERS:
             terms = [(number, column.nbytes.of(tier) / BYTES_UNIT) for number, column in enumerate(self.columns)]
             terms.append((in_flight, footprint.at("device", 1, unified).of(tier)))
-            terms.append((spill, footprint.at("host", footprint.spill_bytes(self._groups.items), unified).of(tier)
-                          / BYTES_UNIT))
+            terms.append((spill, footprint.at("host", spill_bytes, unified).of(tier) / BYTES_UNIT))
             rows[tier] = self._add_row(terms, -math.inf, (budget.of(tier) - fixed[tier]) / BYTES_UNIT)
         return rows
 

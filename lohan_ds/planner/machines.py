@@ -4,8 +4,8 @@
      "device_flops_per_s": {"value": 1.43e14, "source": "..."}, ...}
 
 A number may also stand alone, without a source; a rate without a limit is the string "Infinity". The keys are the
-fields of `HardwareProfile`, and two more: num_ssds and ssd_rated_write_bytes (the drives' TBW, all together), both
-optional.
+fields of `HardwareProfile`, and one more: ssd_rated_write_bytes (the drives' TBW, all together). That one and num_ssds
+are optional.
 """
 from __future__ import annotations
 

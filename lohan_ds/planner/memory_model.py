@@ -22,6 +22,16 @@ DATA_NOT_INCLUDED = "Not included: your own data and libraries; leave room for t
 DEVICE_ACTIVATIONS = "activations, the running unit's included"
 
 
+def num_chunk_buffers(num_ssds: int) -> int:
+    """Of the update pipeline read | Adam | write. A chunk lies on one drive: each has one to read and one to write."""
+    return 2 * max(num_ssds, 1) + 1
+
+
+def num_spill_buffers(num_ssds: int) -> int:
+    """Between device and SSD: each drive has one to write and one to read, and one each is copied out and in."""
+    return 2 * max(num_ssds, 1) + 2
+
+
 @dataclass(frozen=True)
 class Need:
     """One item of what a plan needs."""

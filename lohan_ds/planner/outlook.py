@@ -4,6 +4,7 @@ Values and the few calls of the planner that find them; page.py puts them on one
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lohan_ds.errors import CapacityError
@@ -30,6 +31,11 @@ class Request:
     def choices(self) -> Choices:
         return Choices((self.batch,), ("deferred",) if self.clipping else ("eager", "deferred"),
                        param_tiers=PARAM_TIERS if self.device_parameters else RUNTIME_PARAM_TIERS)
+
+    def choices_of(self, updates: Sequence[UpdateOrder] | None) -> list[Choices]:
+        """One for each of these update orders; None: the planner has the choice among those that clipping leaves."""
+        choices = self.choices
+        return [choices] if updates is None else [replace(choices, updates=(update,)) for update in updates]
 
 
 @dataclass(frozen=True)

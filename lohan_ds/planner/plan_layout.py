@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from lohan_ds.block import Block, chunk_numel_for
 from lohan_ds.errors import ConfigError
 from lohan_ds.plan import ActivationPlan, ActivationPolicy, OffloadPlan
-from lohan_ds.planner.footprint import NUM_CHUNK_BUFFERS, NUM_SPILL_BUFFERS, spill_buffer_bytes, swapped_bytes
+from lohan_ds.planner.footprint import spill_buffer_bytes, swapped_bytes
+from lohan_ds.planner.memory_model import num_chunk_buffers, num_spill_buffers
 from lohan_ds.planner.placement import block_tiers, item_tiers
 from lohan_ds.planner.plan_file import (BlockEntry, ItemEntry, ItemPolicy, PhaseEntry, PlanFile, Predicted, UnitsEntry,
                                         block_names)
@@ -88,7 +89,7 @@ def offload_plan(file: PlanFile, blocks: Sequence[Block], unit_names: Sequence[s
         param_tier=tuple(entry.parameters for entry in entries),
         state_tier=tuple(entry.optimizer_state or entry.parameters for entry in entries), update=file.update,
         prefetch_depth=file.prefetch_depth, chunk_numel=chunk_numel_for(file.chunk_bytes),
-        num_chunk_buffers=NUM_CHUNK_BUFFERS, accumulate_fp32=accumulation > 1,
+        num_chunk_buffers=num_chunk_buffers(file.hardware.num_ssds), accumulate_fp32=accumulation > 1,
         shadow=file.update in ("eager", "auto"), activations=_activation_plan(file, unit_names, where),
         num_read_ahead_chunks=file.read_ahead_chunks or 0)
 
@@ -144,7 +145,8 @@ def _activation_plan(file: PlanFile, unit_names: Sequence[str], where: str) -> A
     moves = any(item.policy != "keep" for items in policies.values() for item in items.values())
     return ActivationPlan(
         tuple(_unit_policies(policies.get(name, {})) for name in unit_names) if moves else (),
-        host_bytes=nbytes["host"], ssd_bytes=nbytes["ssd"], num_buffers=NUM_SPILL_BUFFERS if spilled else 0,
+        host_bytes=nbytes["host"], ssd_bytes=nbytes["ssd"],
+        num_buffers=num_spill_buffers(file.hardware.num_ssds) if spilled else 0,
         buffer_bytes=spill_buffer_bytes(spilled) if spilled else 0,
         device_bytes=nbytes["keep"] + in_flight_bytes + file.running_unit_bytes)
 

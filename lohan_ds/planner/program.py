@@ -117,11 +117,11 @@ class _Candidate:
         """Time and bytes anew from the counts, by the models and not by the solver."""
         placement = placement_of(self._groups, self._program.columns, counts)
         traffic = step_traffic(self._groups, placement)
-        budget, unified = footprint.budget(self._hardware), self._hardware.unified
+        budget = footprint.budget(self._hardware)
         return Solution(
             self.batch, self.schedule, self._groups, placement, traffic,
             step_time(traffic, self._hardware, self.schedule),
-            (*footprint.fixed_needs(self._model, self.schedule, unified),
-             *footprint.placement_needs(self._groups, placement, self.schedule.update, unified)),
+            (*footprint.fixed_needs(self._model, self.schedule, self._hardware),
+             *footprint.placement_needs(self._groups, placement, self.schedule.update, self._hardware)),
             {tier: budget.of(tier) for tier in MEMORY_TIERS}, 0.0)
 

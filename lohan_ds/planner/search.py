@@ -16,11 +16,10 @@ from lohan_ds.block import PAGE_NUMEL, Block, chunk_numel_for
 from lohan_ds.config import AUTOMATIC
 from lohan_ds.errors import CapacityError
 from lohan_ds.plan import ActivationPlan, Durability, LossTiles, OffloadPlan, Tier, UpdateMode
-from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, table, total_bytes,
+from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, num_chunk_buffers, table, total_bytes,
                                             update_buffer_bytes)
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
 
-NUM_CHUNK_BUFFERS = 3               # read | Adam | write
 AUTO_CHUNK_BYTES = AUTOMATIC["chunk_bytes"]
 AUTO_PREFETCH_DEPTH = AUTOMATIC["prefetch_depth"]   # units
 # Of the host budget: what is only for speed is not worth a tight one. Where the device has memory of its own, nothing
@@ -63,6 +62,7 @@ class PlanRequest:
     durability: Durability | None = "none"   # None: shadow if it fits, else in_place; both keep every tier on SSD
     activations: ActivationPlan = ActivationPlan()
     loss_tiles: LossTiles | None = None
+    num_ssds: int = 0             # directories
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,7 @@ class _Space:
     durabilities: tuple[Durability, ...]   # "shadow" too; "in_place" has none
     activations: ActivationPlan            # as the request says
     loss_tiles: LossTiles | None           # likewise
+    num_ssds: int                          # likewise
 
     def plans(self, num_blocks: int) -> Iterator[OffloadPlan]:
         """Every plan, best first; tiers are tried before smaller chunks and less prefetch."""
@@ -201,8 +202,8 @@ class _Space:
             if update == "eager" and durability == "in_place":
                 continue
             yield OffloadPlan((param_tier,) * num_blocks, (state_tier,) * num_blocks, update, self.depths[depth],
-                              self.chunk_numels[chunk], NUM_CHUNK_BUFFERS, self.accumulate_fp32[accumulate],
-                              shadow=update == "eager" or durability == "shadow",
+                              self.chunk_numels[chunk], num_chunk_buffers(self.num_ssds),
+                              self.accumulate_fp32[accumulate], shadow=update == "eager" or durability == "shadow",
                               activations=self.activations, durability=durability, loss_tiles=self.loss_tiles)
 
     def smallest(self) -> _Space:
@@ -224,7 +225,7 @@ def _space(request: PlanRequest, with_ssd: bool) -> _Space:
         accumulate_fp32=(request.accumulation > 1,),
         updates=("deferred",) if request.update in (None, "auto") else (request.update,),
         durabilities=("shadow", "in_place") if request.durability is None else (request.durability,),
-        activations=request.activations, loss_tiles=request.loss_tiles)
+        activations=request.activations, loss_tiles=request.loss_tiles, num_ssds=request.num_ssds)
 
 
 def _widened(request: PlanRequest, with_ssd: bool, keys: tuple[str, ...]) -> _Space:

@@ -95,8 +95,8 @@ def _missing(model: ModelProfile, hardware: HardwareProfile, choices: Choices, b
     if counts is None:
         return None
     placement = placement_of(groups, program.columns, counts)
-    needs = [*fixed_needs(model, schedule, hardware.unified),
-             *placement_needs(groups, placement, schedule.update, hardware.unified)]
+    needs = [*fixed_needs(model, schedule, hardware),
+             *placement_needs(groups, placement, schedule.update, hardware)]
     used, available = total_bytes(needs), budget(hardware)
     return _Lack({tier: max(0, used[tier] - available.of(tier)) for tier in MEMORY_TIERS}, batch, schedule,
                  tuple(needs))

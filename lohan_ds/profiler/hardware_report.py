@@ -42,7 +42,8 @@ class HardwareReport(BaseModel):
             d2h_bytes_per_s=self.link.d2h_sustained_per_s if self.link else math.inf,
             ssd_read_bytes_per_s=read, ssd_write_bytes_per_s=write,
             cpu_update_params_per_s=self.cpu_update.per_s,
-            host_bytes=free.host, device_bytes=free.device, ssd_bytes=free.ssd, unified=self.link is None)
+            host_bytes=free.host, device_bytes=free.device, ssd_bytes=free.ssd, unified=self.link is None,
+            num_ssds=len(self.ssds))
 
     @property
     def is_steady(self) -> bool:

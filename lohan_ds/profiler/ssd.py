@@ -43,7 +43,7 @@ class SsdLimits:
     file_bytes: int = 4 << 30        # of the file in each directory
     free_share: float = 0.1          # of a drive's free space that its files may have
     chunk_bytes: int = AUTOMATIC["chunk_bytes"]
-    num_threads: int = AUTOMATIC["ssd_threads"]
+    num_threads: int = AUTOMATIC["ssd_threads"]   # for each directory
 
 
 class SsdRates(BaseModel):
@@ -79,7 +79,7 @@ def measure_ssds(paths: Sequence[str], limits: SsdLimits,
     phase_s = limits.seconds / max(1, num_phases)
     files: list[SsdFile] = []
     pool = PinnedPool(MemoryBudget("host", len(paths) * _NUM_IN_FLIGHT * limits.chunk_bytes), pin=False)
-    io = make_ssd_io(limits.num_threads)
+    io = make_ssd_io(limits.num_threads * len(paths))
     try:
         for path, nbytes in zip(paths, _file_sizes(paths, limits)):
             files.append(_open_unlinked(io, path, nbytes))

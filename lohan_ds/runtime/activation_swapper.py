@@ -37,6 +37,7 @@ from lohan_ds.runtime.activation_items import INPUT, Kept, UnitPass, UnitPolicie
 from lohan_ds.runtime.activation_items import track_modules
 from lohan_ds.runtime.op_replay import OpRecorder
 from lohan_ds.runtime.recompute import Recomputed, RecomputeFrame, is_plain
+from lohan_ds.runtime.recorder import Recorder
 from lohan_ds.runtime.saved_weights import WeightHooks
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.runtime.swap_table import HeldActivation, SwapTable, leak_text
@@ -59,7 +60,7 @@ class ActivationSwapper:
     `detach`: `_forwards`, `_handles`. The rest has a lock of its own, or belongs to one thread (`_running`)."""
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], plan: ActivationPlan, tiers: dict[str, SwapTier],
-                 streams: Streams, device: torch.device, weights: WeightHooks):
+                 streams: Streams, device: torch.device, weights: WeightHooks, recorder: Recorder | None = None):
         """`units`: names and modules. `tiers`: of "swap_host" and "swap_ssd", what the plan uses; the caller closes
         them, after `detach`. ConfigError if the plan does not fit the units."""
         if device.type == "cuda" and device.index is None:
@@ -69,7 +70,7 @@ class ActivationSwapper:
         self.policies = [UnitPolicies(name, module, dict(policies))
                          for (name, module), policies in zip(units, given)]
         self._check(tiers, streams)
-        self._table = SwapTable(tiers, streams)
+        self._table = SwapTable(tiers, streams, recorder)
         self._running = _Running()
         self._serials = itertools.count()
         self._frames: weakref.WeakSet[RecomputeFrame] = weakref.WeakSet()

@@ -29,6 +29,7 @@ from lohan_ds.plan import OffloadPlan
 from lohan_ds.runtime.gradient_packer import DirectCopies, GradientPacker, Packed
 from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Streams
+from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.updater import BlockUpdate, Run, Updater
 from lohan_ds.work import Work
@@ -60,7 +61,7 @@ class GradientPipeline:
 
     def __init__(self, blocks: Sequence[Block], plan: OffloadPlan, store: BlockStore, streams: Streams,
                  pool: PinnedPool, recorder: Recorder | None = None, num_threads: int | None = None,
-                 device: torch.device = torch.device("cpu")):
+                 device: torch.device = torch.device("cpu"), make_protocol=StepProtocol):
         """`num_threads`: of the CPU, for updates and for what comes off an accelerator; torch's number when None.
         `device`: where gradients come from."""
         self._blocks, self._plan, self._store, self._streams, self._pool = blocks, plan, store, streams, pool
@@ -75,7 +76,8 @@ class GradientPipeline:
         self._packer: GradientPacker | None = None   # None: gradients leave one by one, or do not have to
         if not streams.unified and not plan.accumulate_fp32 and can_pack(device):
             self._packer = GradientPacker(blocks, streams, pool, device, self._direct, recorder)
-        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks, num_threads)
+        self.updater = Updater(blocks, store, pool, plan.num_chunk_buffers, plan.num_read_ahead_chunks, num_threads,
+                               make_protocol)
         if recorder is not None:
             self.updater.on_span = recorder.update_span
         self._thread = threading.Thread(target=self._collect_loop, name="lohan-collect", daemon=True)

@@ -13,8 +13,9 @@ about whether the forward had to wait for it: what it waited is its stall. Phase
 accelerator may lag behind it.
 
 A stall whose wait ended at once (under 0.1 ms) is none. `parameters`: forward or backward waited for a fetch; `update`:
-for the update of a block it needs; `gradient`: a gradient waited for its buffer; `step`: step() waited for the norm, or
-for a serial update.
+for the update of a block it needs; `gradient`: a gradient waited for its buffer; `activation`: a swapped activation
+waited for space on its way out, or was waited for on its way back; `step`: step() waited for the norm, or for a serial
+update.
 """
 from __future__ import annotations
 
@@ -165,6 +166,12 @@ class Recorder:
             if account is None:
                 return self._latest
             return account.summary(account.label, is_final=oldest_due is None or oldest_due >= self.step)
+
+    def intervals(self, resource: str) -> list[tuple[float, float]]:
+        """Start and end of its last spans, as far as they have ended: in seconds of time.perf_counter."""
+        with self._lock:
+            self._digest()
+            return [(span.start_s, span.end_s) for span in self._kept if span.resource == resource]
 
     def write_chrome_trace(self, path: str) -> None:
         """JSON trace events for chrome://tracing or Perfetto. Spans of a resource that overlap go to further rows."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lohan_ds.block import round_up
 from lohan_ds.errors import StepError
-from lohan_ds.memory.pinned_pool import BufferRing
+from lohan_ds.memory.pinned_pool import PAGE_BYTES, BufferRing
 from lohan_ds.runtime.streams import Event, Streams
 from lohan_ds.runtime.swap_tiers import EventWatcher, SwapCopy, SwapTier
 from lohan_ds.store.spill_file import SpillExtent, SpillFile
@@ -74,14 +75,20 @@ class SsdTier(SwapTier):
         return self.spill.peak_bytes
 
     def _make_pieces(self, nbytes: int) -> list[_Piece] | None:
+        """As large as a buffer; smaller where no drive has that much left in one place. None if there is too little."""
         pieces: list[_Piece] = []
-        for start in range(0, nbytes, self._ring.nbytes):
-            piece_bytes = min(self._ring.nbytes, nbytes - start)
+        start, largest_bytes = 0, self._ring.nbytes
+        while start < nbytes:
+            piece_bytes = min(largest_bytes, nbytes - start)
             extent = self.spill.take(piece_bytes)
-            if extent is None:
+            if extent is not None:
+                pieces.append(_Piece(start, piece_bytes, extent))
+                start += piece_bytes
+            elif piece_bytes > PAGE_BYTES:
+                largest_bytes = round_up(piece_bytes // 2, PAGE_BYTES)
+            else:
                 self.give(pieces)
                 return None
-            pieces.append(_Piece(start, piece_bytes, extent))
         return pieces
 
     def _write(self, piece: _Piece, flat: Tensor) -> None:

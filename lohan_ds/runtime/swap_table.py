@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lohan_ds.plan import ActivationPolicy
 from lohan_ds.runtime.activation_items import UnitPass
+from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.runtime.swap_tiers import SwapCopy, SwapTier
 from lohan_ds.runtime.swapped_storage import SwappedStorage, flat_bytes
@@ -29,12 +30,12 @@ class HeldActivation(NamedTuple):
 
 
 class SwapTable:
-    """Fixed after construction: tiers, streams. Under `_lock`: `_passes`, `_by_storage`. `_buried` fills at any moment,
-    from any thread: a collector may be at work. Of the training and autograd thread: `counts`."""
+    """Fixed after construction: tiers, streams, recorder. Under `_lock`: `_passes`, `_by_storage`. `_buried` fills at
+    any moment, from any thread: a collector may be at work. Of the training and autograd thread: `counts`."""
 
-    def __init__(self, tiers: dict[str, SwapTier], streams: Streams):
+    def __init__(self, tiers: dict[str, SwapTier], streams: Streams, recorder: Recorder | None = None):
         """`tiers`: by policy."""
-        self._tiers, self._streams = tiers, streams
+        self._tiers, self._streams, self._recorder = tiers, streams, recorder
         self._lock = threading.RLock()
         self._passes: weakref.WeakValueDictionary[int, UnitPass] = weakref.WeakValueDictionary()   # by serial number
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[SwappedStorage]]] = {}
@@ -57,11 +58,13 @@ class SwapTable:
             return storage
         self.bury()
         flat = flat_bytes(tensor.detach())
-        copy = self._tiers[policy].put(flat)
+        with stalling(self._recorder, "activation"):
+            copy = self._tiers[policy].put(flat)
         if copy is None:
             self.counts["unplanned_kept_bytes"] += flat.numel()
             return None
-        storage = SwappedStorage(tensor, flat, copy, unit_pass, item, policy, self._streams, self._buried.append)
+        storage = SwappedStorage(tensor, flat, copy, unit_pass, item, policy, self._streams, self._buried.append,
+                                 self._recorder)
         self.counts[f"{policy}_bytes_out"] += flat.numel()
         self.counts[f"{unit_pass.name}: bytes_out"] += flat.numel()
         with self._lock:

@@ -9,6 +9,7 @@ Nothing but the `SavedView`s keeps it alive: when autograd lets go of the last, 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lohan_ds.errors import StepError
+from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.runtime.swap_tiers import SwapCopy
 from lohan_ds.work import Work
@@ -43,13 +45,13 @@ class SwappedStorage:
     """
 
     def __init__(self, tensor: Tensor, flat: Tensor, copy: SwapCopy, unit_pass: Any, item: str, tier: str,
-                 streams: Streams, bury: Callable[[SwapCopy], None]):
+                 streams: Streams, bury: Callable[[SwapCopy], None], recorder: Recorder | None = None):
         """`flat`: the whole storage of `tensor`, (nbytes,) uint8. `unit_pass`: kept alive for whoever unpacks.
         `bury(copy)` is called, from any thread and at any moment, when nobody needs the copy any more."""
         self.nbytes, self.device = flat.numel(), flat.device
         self.unit_pass, self.item, self.tier = unit_pass, item, tier
         self.version = tensor._version
-        self._streams, self._bury = streams, bury
+        self._streams, self._bury, self._recorder = streams, bury, recorder
         self._lock = threading.Lock()
         self._copy: SwapCopy | None = copy
         self._witness: Tensor | None = tensor.detach()   # shares version counter and storage; None when out
@@ -58,7 +60,8 @@ class SwappedStorage:
         self._resident: Tensor | None = None             # (nbytes,) uint8, device: on its way back, or back
         self._incoming: Work | None = None               # of the Events of the way back
         self._num_views = self._num_unused = self._epoch = 0
-        copy.left.on_done(self._end_way_out)
+        ref = weakref.ref(self)   # else a copy that is late would keep what no graph holds
+        copy.left.on_done(lambda: (storage := ref()) is not None and storage._end_way_out())
 
     def __del__(self) -> None:
         copy = self.__dict__.get("_copy")
@@ -111,7 +114,9 @@ class SwappedStorage:
         if incoming is not None:
             if not incoming.done():
                 copy.hurry()
-            for event in incoming.wait():
+            with stalling(self._recorder, "activation"):
+                events = incoming.wait()
+            for event in events:
                 event.compute_wait()
             with self._lock:
                 if self._incoming is incoming:

@@ -5,8 +5,9 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -52,12 +53,16 @@ def ds_config(lohan: dict[str, Any] | None, *, dtype: str = "fp32", clip: float 
 
 @contextlib.contextmanager
 def engine_for(model: nn.Module, config: dict, optimizer: Any = None, lr_scheduler: Any = None,
-               **kwargs: Any) -> Iterator[Any]:
-    """`deepspeed.initialize` in this process; destroys the engine at the end."""
+               make_offload: Callable[..., Any] | None = None, **kwargs: Any) -> Iterator[Any]:
+    """`deepspeed.initialize` in this process; destroys the engine at the end. `make_offload`: instead of `Offload`."""
     import deepspeed
     init_one_rank()
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler,
-                                      **kwargs)
+    from lohan_ds.engine import LohanEngine
+    seam = patch.object(LohanEngine, "make_offload", staticmethod(make_offload)) if make_offload is not None else \
+        contextlib.nullcontext()
+    with seam:
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=lr_scheduler,
+                                          **kwargs)
     try:
         yield engine
     finally:

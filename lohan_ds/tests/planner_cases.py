@@ -46,9 +46,9 @@ def exhaustive_s_per_token(model: ModelProfile, hardware: HardwareProfile, choic
     groups, available = group(model), budget(hardware)
     best = None
     for batch, schedule in choices.schedules():
-        fixed = fixed_needs(model, schedule, hardware.unified)
+        fixed = fixed_needs(model, schedule, hardware)
         for placement in every_placement(model, hardware, choices, schedule):
-            used = total_bytes([*fixed, *placement_needs(groups, placement, schedule.update, hardware.unified)])
+            used = total_bytes([*fixed, *placement_needs(groups, placement, schedule.update, hardware)])
             if all(used[tier] <= available.of(tier) for tier in MEMORY_TIERS):
                 seconds = _best_read_ahead_s(groups, placement, hardware, schedule, available.host - used["host"])
                 s_per_token = seconds / (groups.num_tokens * batch.accumulation)

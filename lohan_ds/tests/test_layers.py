@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = {
-    6: {"bench", "cli", "cli_bench", "cli_plan", "cli_profile", "cli_store", "integrations", "planner_plot", "testing"},
+    6: {"bench", "cli", "cli_bench", "cli_facts", "cli_plan", "cli_profile", "cli_rehearse", "cli_store",
+        "integrations", "planner_plot", "rehearsal", "testing"},
     5: {"engine", "optimizer", "checkpoint", "model_blocks", "params", "zero_params", "offload",
         "process_end", "cpu_threads", "plan_check", "plan_sources", "profiler", "run_state", "run_plan",
         "checkpoint_folder"},

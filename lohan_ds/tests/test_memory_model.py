@@ -12,7 +12,8 @@ from lohan_ds.block import PAGE_NUMEL, make_block
 from lohan_ds.memory.budget import MemoryBudget
 from lohan_ds.memory.pinned_pool import PinnedPool
 from lohan_ds.plan import LossTiles, OffloadPlan
-from lohan_ds.planner.memory_model import MEMORY_TIERS, Need, format_bytes, missing_bytes, needs, table, total_bytes
+from lohan_ds.planner.memory_model import (MEMORY_TIERS, Need, format_bytes, missing_bytes, needs, num_chunk_buffers,
+                                            num_spill_buffers, table, total_bytes)
 from lohan_ds.profile import Budgets, ModelSize
 from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.ssd_io import ThreadSsdIo
@@ -180,6 +181,12 @@ def test_needs_never_shrink_with_depth_chunks_fp32_gradients_or_shadow_slots(spe
                  {"shadow": True}):
         after = total_bytes(needs(model, build_plan(model, **{**choices, **more}), unified))
         assert all(after[tier] >= before[tier] for tier in MEMORY_TIERS)
+
+
+def test_every_drive_has_buffers_to_read_and_to_write():
+    """A chunk, and a piece of an activation, lies on one drive."""
+    assert [num_chunk_buffers(n) for n in (0, 1, 2, 12)] == [3, 3, 5, 25]
+    assert [num_spill_buffers(n) for n in (0, 1, 2, 12)] == [4, 4, 6, 26]
 
 
 def test_format_bytes():

@@ -11,7 +11,6 @@ from lohan_ds.planner.machines import Machine, load
 from lohan_ds.planner.outlook import Request, look_ahead
 from lohan_ds.planner.page import make_page
 from lohan_ds.planner.page_text import WIDTH, page_text
-from lohan_ds.planner.program import solve
 from lohan_ds.planner.solution import Batch
 from lohan_ds.planner.text import RESOURCES
 from lohan_ds.planner.time_model import ResourceSeconds
@@ -22,16 +21,16 @@ GPT_13B = GptShape(40, 40, 5120, 50257, 1024)
 GPT_175B = GptShape(96, 96, 12288, 50257, 1024)
 
 
-def page_of(shape=GPT_13B, box="rtx4090-256gb-2ssd", micro_batch=16, accumulation=1, clipping=True):
+def page_of(shape=GPT_13B, box="rtx4090-128gb-2ssd", micro_batch=16, accumulation=1, clipping=True):
     model, box = gpt_profile(shape, micro_batch, 1024), load(box)
     request = Request(Batch(micro_batch, accumulation), clipping)
     return make_page("GPT", model, box, look_ahead(model, box.profile, box.num_ssds, request), ["a note"])
 
 
 def test_page_has_the_planners_numbers():
-    page, box = page_of(), load("rtx4090-256gb-2ssd")
-    model, request = gpt_profile(GPT_13B, 16, 1024), Request(Batch(16))
-    solution = solve(model, box.profile, request.choices)
+    model, box = gpt_profile(GPT_13B, 16, 1024), load("rtx4090-128gb-2ssd")
+    outlook = look_ahead(model, box.profile, box.num_ssds, Request(Batch(16)))
+    page, solution = make_page("GPT", model, box, outlook), outlook.solution
     assert page.fits and page.missing is None
     assert (page.plan.step_s, page.plan.tokens_per_s) == (solution.step_s, 16 * 1024 / solution.step_s)
     assert sum(phase.count * phase.seconds for phase in page.plan.phases) == pytest.approx(solution.step_s)
@@ -110,7 +109,7 @@ def test_shared_memory_is_one_tier_and_has_links_without_a_limit():
 
 
 def test_unknown_drive_life_is_said():
-    box = replace(load("rtx4090-256gb-2ssd"), ssd_rated_write_bytes=0)
+    box = replace(load("rtx4090-128gb-2ssd"), ssd_rated_write_bytes=0)
     model = gpt_profile(GPT_13B, 16, 1024)
     page = make_page("GPT", model, box, look_ahead(model, box.profile, 2, Request(Batch(16))))
     assert page.plan.ssd.life_steps is None and "drive life unknown" in page_text(page)

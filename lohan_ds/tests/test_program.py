@@ -43,6 +43,15 @@ def paper_machine(**changes):
                       "host_bytes": 256 * GIB, "device_bytes": 23 * GIB, "ssd_bytes": 46 * 10**12, **changes})
 
 
+def test_buffers_for_every_drive_are_counted():
+    model, host_bytes = gpt_profile(GPT_13B, 16, 1024), []
+    for num_ssds in (1, 12):
+        needed = fixed_needs(model, Schedule("deferred"), machine(num_ssds=num_ssds))
+        host_bytes.append(sum(need.nbytes for need in needed if need.what.startswith("update buffers")))
+    chunk_bytes = 14 * model.size.blocks[0].chunk_numel
+    assert host_bytes == [3 * chunk_bytes, 25 * chunk_bytes]
+
+
 @few_examples
 @given(rates, sizes, updates, st.sampled_from([0, 1, 2]), st.sampled_from([1, 3]), st.booleans())
 def test_brute_force_finds_nothing_faster_and_nothing_slower(rates, sizes, update, depth, accumulation, unified):
@@ -72,12 +81,12 @@ def test_brute_force_over_several_schedules_and_items():
 @pytest.mark.parametrize("micro_batch", [24, 36, 48, 60])
 def test_bound_is_lohans_convex_optimum(monkeypatch, micro_batch, host_gib):
     """States and parameters on the SSD, nothing kept on the device, spills without buffers, the paper's order."""
-    monkeypatch.setattr(footprint, "NUM_SPILL_BUFFERS", 0)
+    monkeypatch.setattr(footprint, "num_spill_buffers", lambda num_ssds: 0)
     monkeypatch.setattr(footprint, "TENSORS_PER_ITEM", 1)
     model, schedule = gpt_profile(GPT_13B, micro_batch, 1024, with_head=False), Schedule("barrier")
     hardware = paper_machine(device_bytes=200 * GIB, host_bytes=host_gib * GIB)
     choices = Choices((Batch(micro_batch),), ("barrier",), (2,), ("ssd",), ("ssd",), ("host", "ssd", "recompute"))
-    room = hardware.host_bytes - total_bytes(fixed_needs(model, schedule, False))["host"]
+    room = hardware.host_bytes - total_bytes(fixed_needs(model, schedule, hardware))["host"]
     search = ActivationSearch(group(model), hardware, schedule, room)
     optimum, (in_items, _) = search.convex_optimum(), search.algorithm_1()
     relaxed_s = LinearProgram(model, group(model), hardware, schedule, choices.tiers).bound_s()
@@ -172,7 +181,7 @@ def test_profile_at_another_micro_batch_grows_in_proportion():
 
 def test_only_the_papers_order_holds_no_gradients():
     model = small_model()
-    held = [HELD_GRADIENTS in {need.what for need in fixed_needs(model, Schedule(update), False)}
+    held = [HELD_GRADIENTS in {need.what for need in fixed_needs(model, Schedule(update), machine())}
             for update in ("serial", "barrier", "deferred", "eager")]
     assert held == [True, False, True, True]
 

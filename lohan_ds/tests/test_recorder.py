@@ -153,7 +153,7 @@ def test_stalls_by_cause(clock):
         clock.now += 100
     recorder.end_step(1)
     summary = recorder.step_summary()
-    assert summary.stall_s == pytest.approx({"parameters": 4, "update": 3, "gradient": 0, "step": 8})
+    assert summary.stall_s == pytest.approx({"parameters": 4, "update": 3, "gradient": 0, "activation": 0, "step": 8})
     assert "stalled: parameters 4.00, update 3.00, step 8.00 |" in summary.line()
 
 

@@ -30,6 +30,17 @@ def page_buffer(num_pages: int, value: int) -> torch.Tensor:
     return raw[start:start + num_pages * PAGE_BYTES].fill_(value)
 
 
+def test_what_backward_waits_for_overtakes_updates(io, tmp_path, monkeypatch):
+    spill, urgencies = SpillFile(io, [str(tmp_path)], PAGE_BYTES), []
+    start = io._start
+    monkeypatch.setattr(io, "_start", lambda request: (urgencies.append(request.urgency), start(request))[1])
+    extent = spill.take(PAGE_BYTES)
+    spill.write(extent, page_buffer(1, 7)).wait()
+    spill.read(extent, page_buffer(1, 0)).wait()
+    spill.close()
+    assert urgencies == [Urgency.UPDATE, Urgency.FETCH]
+
+
 def test_extents_never_overlap_and_all_space_comes_back():
     rng, space = random.Random(0), Extents(100 * PAGE_BYTES + 17)
     assert space.nbytes == 100 * PAGE_BYTES

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-import lohan_ds.engine
 import lohan_ds.offload
 from lohan_ds.errors import StepError
 from lohan_ds.memory import pinned_pool
@@ -146,11 +145,11 @@ def test_closed_ring_is_an_error():
     assert pinned_pool.NUM_STAGING == 4
 
 
-def trained(tmp_path) -> tuple[list[float], dict, int]:
+def trained(tmp_path, make_offload=None) -> tuple[list[float], dict, int]:
     config = ds_config({"ssd_paths": [str(tmp_path)], "param_tier": "host", "optimizer_tier": "ssd"}, dtype="bf16",
                        clip=1.0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
     losses = []
-    with engine_for(OddModel(), config) as engine:
+    with engine_for(OddModel(), config, make_offload=make_offload) as engine:
         for step in range(3):
             loss = loss_of(engine, lm_batch(131, seed=step))
             engine.backward(loss)
@@ -161,8 +160,8 @@ def trained(tmp_path) -> tuple[list[float], dict, int]:
 
 def test_an_engine_whose_memory_cannot_be_pinned_has_the_same_bits(tmp_path, monkeypatch):
     losses, state, _ = trained(tmp_path)
-    monkeypatch.setattr(lohan_ds.engine, "Offload", functools.partial(Offload, streams=DelayedStreams(0, 0.0005)))
     monkeypatch.setattr(lohan_ds.offload, "PinnedPool", PoolThatFailed)
-    got_losses, got_state, num_directions = trained(tmp_path)
+    got_losses, got_state, num_directions = trained(
+        tmp_path, functools.partial(Offload, streams=DelayedStreams(0, 0.0005)))
     assert num_directions == 2 and got_losses == losses
     assert_same_bits(got_state, state)

@@ -21,12 +21,14 @@ from lohan_ds.testing.delayed_streams import DelayedStreams
 
 @contextlib.contextmanager
 def tier_of(policy: str, tmp_path, streams: Streams | None = None, make_io=make_ssd_io, num_pages: int = 1,
-            num_buffers: int = 2) -> Iterator[SwapTier]:
+            num_buffers: int = 2, num_dirs: int = 1, buffer_pages: int = 1) -> Iterator[SwapTier]:
     streams = streams or make_streams("cpu")
     pool, io = PinnedPool(MemoryBudget("host", 1 << 20), pin=False), make_io(4)
     size = {"swap_host": "host_bytes", "swap_ssd": "ssd_bytes"}[policy]
-    plan = ActivationPlan(num_buffers=num_buffers, buffer_bytes=PAGE_BYTES, **{size: num_pages * PAGE_BYTES})
-    space = SwapSpace(plan, pool, io, [str(tmp_path)], streams)
+    plan = ActivationPlan(num_buffers=num_buffers, buffer_bytes=buffer_pages * PAGE_BYTES,
+                          **{size: num_pages * PAGE_BYTES})
+    dirs = [str(tmp_path / str(place)) for place in range(num_dirs)]
+    space = SwapSpace(plan, pool, io, dirs, streams)
     try:
         yield space.tiers[policy]
     finally:
@@ -103,6 +105,15 @@ def test_full_space_says_so_at_once_and_costs_nothing(tmp_path, policy):
         for copy in (copies[1], third):
             copy.drop()
         assert (fetch(tier.put(filled(6, 3)), 3) == 6).all(), "all of it again"
+
+
+def test_planned_space_is_enough_however_many_drives_share_it(tmp_path):
+    """Tensors as large as a buffer do not divide evenly: five of them on three drives."""
+    with tier_of("swap_ssd", tmp_path, num_pages=5 * 4, num_dirs=3, buffer_pages=4) as tier:
+        copies = [tier.put(filled(value, 4)) for value in range(5)]
+        assert None not in copies
+        assert all((fetch(copy, 4) == value).all() for value, copy in enumerate(copies))
+        assert tier.put(filled(9, 2)) is None and tier.used_bytes == 20 * PAGE_BYTES
 
 
 def test_a_copy_that_is_waited_for_overtakes(tmp_path):

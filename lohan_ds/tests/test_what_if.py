@@ -42,6 +42,7 @@ def test_batch_that_does_not_fit_says_why():
 def test_drives_add_rates_and_space():
     more = with_ssds(machine(), 2, 3)
     assert (more.ssd_read_bytes_per_s, more.ssd_write_bytes_per_s, more.ssd_bytes) == (9e9, 4.5e9, 15 * 10**9)
+    assert more.num_ssds == 3
 
 
 def test_drive_life_is_rated_bytes_over_bytes_written():
