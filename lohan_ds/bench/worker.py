@@ -23,6 +23,8 @@ COMPUTE = "compute"     # in place of a side's kind: forward and backward of pla
 def serve(connection: Connection, side: Side, case: Case, folder: str, log_path: str) -> None:
     """`folder`: empty, on the drive to measure. `log_path`: takes all that libraries print."""
     _print_to(log_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):   # each side is a rank of its own
+        os.environ.pop(name, None)
     try:
         end_with_parent()
         be_first_to_be_killed()

@@ -81,6 +81,7 @@ class DurableTraining:
                     self.store.write_initial(block.index, values.to(getattr(torch, block.dtype)))
                 self.store.commit(0, b"0")
             streams = make_streams(torch.device("cpu"))
+            self._closers.callback(streams.close)
             self.pipeline = GradientPipeline(self.blocks, plan, self.store, streams, self.pool)
             self._closers.callback(self.pipeline.close)
             undo.pop_all()
