@@ -53,6 +53,18 @@ def train_engine(engine, batches, accumulation=1):
             engine.step()
 
 
+def step_alike(engine, twin, micro_batches) -> None:
+    """One step of both, with the same losses."""
+    for batch in micro_batches:
+        theirs = twin.micro_step(batch)
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        assert loss.item() == theirs
+        del loss   # and with it the graph
+        engine.step()
+    twin.step()
+
+
 def train_twin(model, batches, dtype="fp32", clip=0.0):
     twin = Twin(model, None, DTYPES[dtype], clip, len(batches[0]), **LR)
     for step in batches:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from integration_tests.doubles import make_batches
+from integration_tests.doubles import make_batches, step_alike
 from lohan_ds.profiler import hardware
 from lohan_ds.testing.harness import ds_config, engine_for, engine_state
-from lohan_ds.testing.models import OddModel, loss_of, tiny_llama
+from lohan_ds.testing.models import OddModel, tiny_llama
 from lohan_ds.testing.twin import Twin, assert_same_bits
 from lohan_ds.tests.planner_cases import machine
 
@@ -43,14 +43,7 @@ def measured(monkeypatch):
 def check_bits(engine, make_model, steps=2):
     twin = Twin(make_model(), None, torch.float32, 1.0, 1, **LR)
     for step in range(steps):
-        batch = make_batches(twin.model, 1, seed=step)[0][0]
-        theirs = twin.micro_step(batch)
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        assert loss.item() == theirs
-        del loss
-        engine.step()
-        twin.step()
+        step_alike(engine, twin, make_batches(twin.model, 1, seed=step)[0])
     assert_same_bits(engine_state(engine), twin.state())
     twin.close()
 

@@ -236,6 +236,36 @@ def test_destroy_does_not_wait_for_a_long_update(tmp_path, monkeypatch):
     assert_nothing_left(tmp_path)
 
 
+def test_destroy_does_not_wait_for_writes_that_read_ahead_has_queued(tmp_path, monkeypatch):
+    """They have buffers of their own, so there may be as many as the update has."""
+    class Stalled(FaultyIo):
+        go = threading.Event()
+        num_writes = 0
+        stalls = False
+
+        def _pwrite(self, fd, view, offset):
+            if self.stalls:
+                type(self).num_writes += 1
+                assert self.go.wait(20), "destroy() waits for what is queued"
+            return super()._pwrite(fd, view, offset)
+
+        def cancel(self):
+            super().cancel()
+            self.go.set()
+
+    use_doubles(monkeypatch, make_io=Stalled)
+    model = OddModel(num_layers=12)
+    config = engine_config(tmp_path, update="deferred", chunk_bytes="24KiB", ssd_threads=1)
+    with engine_for(model, config) as engine:
+        assert engine.offload.plan.num_read_ahead_chunks > 12
+        engine.backward(loss_of(engine, lm_batch(131)))
+        Stalled.stalls = True
+        engine.step()
+        engine.destroy()
+    assert Stalled.num_writes <= 1   # that of the one thread
+    assert_nothing_left(tmp_path)
+
+
 def test_an_engine_that_is_forgotten_is_closed(tmp_path):
     import deepspeed
     init_one_rank()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from integration_tests.doubles import make_batches
+from integration_tests.doubles import make_batches, step_alike
 from lohan_ds.errors import CapacityError, ConfigError
 from lohan_ds.model_blocks import split_into_blocks
 from lohan_ds.planner.plan_file import BlockEntry, PlanFile, block_names, dump_plan
@@ -63,14 +63,7 @@ def test_a_mixed_plan_gives_the_twins_bits(tmp_path, dtype, update, read_ahead):
         assert carried_out.state_tier == tuple(entry["optimizer_state"] for entry in plan["blocks"].values())
         assert (carried_out.update, carried_out.prefetch_depth, carried_out.chunk_numel) == (update, 1, CHUNK_NUMEL)
         for step in range(3):
-            for batch in make_batches(model, 1, 2, seed=step)[0]:
-                theirs = twin.micro_step(batch)
-                loss = loss_of(engine, batch)
-                engine.backward(loss)
-                assert loss.item() == theirs
-                del loss
-                engine.step()
-            twin.step()
+            step_alike(engine, twin, make_batches(model, 1, 2, seed=step)[0])
         assert_same_bits(engine_state(engine), twin.state())
         stats = engine.lohan_stats()
     assert stats[f"{LAYERS[0]}: bytes_out"] and stats[f"{LAYERS[2]}: bytes_out"] and stats["reruns"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,6 +25,25 @@ if TYPE_CHECKING:   # scipy and pydantic take a second to import, too long for -
     from lohan_ds.profiler.model_file import ModelFile
 
 DEFAULT_SEQUENCE_LENGTH = 1024
+
+# Options that mean the same in every command that plans.
+ModelOption = Annotated[Path | None, typer.Option(
+    metavar="DIR_OR_CONFIG", exists=True,
+    help="Model folder of Hugging Face, or its config.json. No weights are read.")]
+ModelProfileOption = Annotated[Path | None, typer.Option(
+    metavar="FILE", help="Instead of --model: what `lohan plan --save-model-profile` wrote. Needs no torch.")]
+MicroBatchOption = Annotated[int | None, typer.Option(
+    min=1, help="Sequences per micro-batch. Default: 1, or that of --model-profile.")]
+SeqOption = Annotated[int | None, typer.Option(
+    min=1, help=f"Tokens per sequence. Default: {DEFAULT_SEQUENCE_LENGTH}, or that of --model-profile.")]
+AccumulationOption = Annotated[int, typer.Option(min=1, help="Micro-batches per step.")]
+DtypeOption = Annotated[TrainingDtype | None, typer.Option(
+    help="Data type that the model trains in. Default: bf16.")]
+NoClippingOption = Annotated[bool, typer.Option(
+    "--no-clipping", help="gradient_clipping is off: updates may begin in backward.")]
+HostMemoryOption = Annotated[str | None, typer.Option(
+    metavar="SIZE", help="Host memory to use, such as 100GB or 100GiB.")]
+DeviceMemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Device memory to use.")]
 
 
 def machine_of(hardware: str | None, ssd_paths: list[str], dtype: TrainingDtype) -> tuple[Machine, list[str]]:

@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lohan_ds.cli_facts import (DEFAULT_SEQUENCE_LENGTH, collector_paused, fail, machine_of, only_the_page_on_stdout,
-                                model_of, read_profile, with_limits)
+from lohan_ds.cli_facts import (AccumulationOption, DeviceMemoryOption, DtypeOption, HostMemoryOption,
+                                MicroBatchOption, ModelOption, ModelProfileOption, NoClippingOption, SeqOption,
+                                collector_paused, fail, machine_of, model_of,
+                                only_the_page_on_stdout, read_profile, with_limits)
 from lohan_ds.cli_profile import TrainingDtype
 
 if TYPE_CHECKING:   # scipy and pydantic take a second to import, too long for --help
@@ -20,34 +22,27 @@ if TYPE_CHECKING:   # scipy and pydantic take a second to import, too long for -
 
 
 def plan_command(
-    model: Annotated[Path | None, typer.Option(metavar="DIR_OR_CONFIG", exists=True, help="Model folder of Hugging "
-                                               "Face, or its config.json. No weights are read.")] = None,
-    model_profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of --model: what "
-                                                       "--save-model-profile wrote. Needs no torch.")] = None,
+    model: ModelOption = None,
+    model_profile: ModelProfileOption = None,
     save_model_profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep what was found out about the "
                                                             "model.")] = None,
     hardware: Annotated[str | None, typer.Option(metavar="NAME_OR_FILE", help="Machine that comes with lohan, such as "
                                                  "rtx4090-256gb-2ssd, or what `lohan profile --json` wrote. Default: "
                                                  "this machine, measured if it was not.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch. Default: 1, or that of "
-                                                    "--model-profile.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help=f"Tokens per sequence. Default: {DEFAULT_SEQUENCE_LENGTH}, or "
-                                            "that of --model-profile.")] = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    dtype: Annotated[TrainingDtype | None, typer.Option(help="Data type that the model trains in. Default: "
-                                                        "bf16.")] = None,
+    micro_batch: MicroBatchOption = None,
+    seq: SeqOption = None,
+    accumulation: AccumulationOption = 1,
+    dtype: DtypeOption = None,
     loss_tile_tokens: Annotated[int | None, typer.Option(min=0, help="As the key of the \"lohan\" section: tokens at a "
                                                          "time for head and loss, 0 for never. Default: as the run "
                                                          "decides.")] = None,
-    no_clipping: Annotated[bool, typer.Option("--no-clipping", help="gradient_clipping is off: updates may begin in "
-                                              "backward.")] = False,
+    no_clipping: NoClippingOption = False,
     device_parameters: Annotated[bool, typer.Option("--device-parameters", help="Plan with parameters that stay on the "
                                                     "device, too. The runtime does not carry that out yet.")] = False,
     ssd_path: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD of this machine to use; may be given "
                                                         "several times.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory to use, such as 100GB or "
-                                                    "100GiB.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device memory to use.")] = None,
+    host_memory: HostMemoryOption = None,
+    device_memory: DeviceMemoryOption = None,
     tbw: Annotated[float | None, typer.Option(metavar="TB", min=0.001, help="Terabytes that one drive may be written "
                                               "in its life, by its data sheet.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, to read, edit and run: "

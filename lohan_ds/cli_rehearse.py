@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lohan_ds.cli_facts import (DEFAULT_SEQUENCE_LENGTH, collector_paused, fail, machine_of, model_of,
+from lohan_ds.cli_facts import (AccumulationOption, DeviceMemoryOption, DtypeOption, HostMemoryOption,
+                                MicroBatchOption, ModelOption, ModelProfileOption, NoClippingOption, SeqOption,
+                                collector_paused, fail, machine_of, model_of,
                                 only_the_page_on_stdout, read_profile, with_limits)
 from lohan_ds.cli_profile import TrainingDtype
 
@@ -28,25 +30,18 @@ MODES = ("eager", "deferred", "serial", "barrier")
 def rehearse_command(
     hardware: Annotated[str, typer.Option(metavar="NAME_OR_FILE", help="Machine that comes with lohan, such as "
                                           "rtx4090-256gb-2ssd, or what `lohan profile --json` wrote.")],
-    model: Annotated[Path | None, typer.Option(metavar="DIR_OR_CONFIG", exists=True, help="Model folder of Hugging "
-                                               "Face, or its config.json. No weights are read.")] = None,
-    model_profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of --model: what `lohan plan "
-                                                       "--save-model-profile` wrote.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per micro-batch. Default: 1, or that of "
-                                                    "--model-profile.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help=f"Tokens per sequence. Default: {DEFAULT_SEQUENCE_LENGTH}, or "
-                                            "that of --model-profile.")] = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    dtype: Annotated[TrainingDtype | None, typer.Option(help="Data type that the model trains in. Default: "
-                                                        "bf16.")] = None,
-    no_clipping: Annotated[bool, typer.Option("--no-clipping", help="gradient_clipping is off: updates may begin in "
-                                              "backward.")] = False,
+    model: ModelOption = None,
+    model_profile: ModelProfileOption = None,
+    micro_batch: MicroBatchOption = None,
+    seq: SeqOption = None,
+    accumulation: AccumulationOption = 1,
+    dtype: DtypeOption = None,
+    no_clipping: NoClippingOption = False,
     modes: Annotated[str | None, typer.Option(metavar="LIST", help=f"Update orders: some of {','.join(MODES)}. The "
                                               "last one is LoHan's own. Each gets its own plan. Default: the one that "
                                               "the plan takes.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory to use, such as 100GB or "
-                                                    "100GiB.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device memory to use.")] = None,
+    host_memory: HostMemoryOption = None,
+    device_memory: DeviceMemoryOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count; one more comes before them.")] = 3,
     bytes_scale: Annotated[float | None, typer.Option(min=1e-9, max=1.0, help="Rehearsed bytes per byte. Default: "
                                                       "parameters and optimizer state take 160 MB.")] = None,
