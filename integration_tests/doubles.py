@@ -5,8 +5,6 @@ import functools
 import os
 import time
 
-import pytest
-import torch
 
 from lohan_ds.rehearsal.paced_io import PacedDrive, PacedIo
 from lohan_ds.store.native_io import make_ssd_io
@@ -17,15 +15,6 @@ from lohan_ds.testing.twin import Twin
 
 LR = {"lr": 1e-2, "weight_decay": 0.1}
 ADAMW = {"type": "AdamW", "params": LR}
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread():
-    """Import it: tiny operations on two threads wait for each other, ten times longer when the cores are shared."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def use_doubles(monkeypatch, streams=None, make_io=make_ssd_io) -> None:

@@ -35,4 +35,10 @@ assert {entry.group for entry in wheel.entry_points} == {"torch.backends", "cons
 PY
 )
 
+# Operators are compiled for this environment alone: a build that was killed elsewhere leaves a lock without an owner.
+# DeepSpeed's own, which takes a minute and blocks every process that wants it, comes ahead of all tests.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$VIRTUAL_ENV/torch_extensions}"
+rm -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm/lock"
+python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+
 python -m pytest -q -rs --durations=10 lohan_ds/tests integration_tests "$@"

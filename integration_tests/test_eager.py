@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches,  # noqa: F401
-                                       one_compute_thread, one_drive, use_doubles)
+                                       one_drive, use_doubles)
 from lohan_ds.errors import StepError, StoreError
 from lohan_ds.grad_norm import global_norm, sum_of_squares
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline

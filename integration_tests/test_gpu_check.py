@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from integration_tests import gpu_check
-from integration_tests.doubles import fresh_environment, one_compute_thread  # noqa: F401
+from integration_tests.doubles import fresh_environment
 from integration_tests.gpu_check import CHECKS, DEEPSPEED, LOHAN, MODES, PLAIN, NotRun, Row
 from lohan_ds.testing.harness import init_one_rank
 
@@ -17,10 +16,8 @@ SCRIPT = Path(__file__).parent / "gpu_check.sh"
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
+def one_rank():
     init_one_rank()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_without_a_gpu_every_row_says_so():

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from integration_tests.crashes import Sweep
-from integration_tests.doubles import one_compute_thread, train_engine  # noqa: F401
+from integration_tests.doubles import train_engine
 from integration_tests.killed_saving import NUM_STEPS, batches, config, kill_savers, load, make_states
 from lohan_ds.errors import StoreError
 from lohan_ds.testing.harness import engine_for, engine_state

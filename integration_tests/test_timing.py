@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches, one_compute_thread,  # noqa: F401
+from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches,
                                        one_drive, train_engine, train_twin, use_doubles)
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.ssd_io import ThreadSsdIo

@@ -29,15 +29,6 @@ TIERS = pytest.mark.parametrize("tier", ["host", "ssd"])
 UPDATES = pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def lohan_section(tmp_path, tier: str = "host", update: str = "deferred", **more: Any) -> dict[str, Any]:
     """Everything on one tier, in chunks of one page, so that blocks have several."""
     section = {"update": update, "param_tier": tier, "optimizer_tier": tier, "chunk_bytes": 24 * 1024, **more}

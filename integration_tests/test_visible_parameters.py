@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,15 +27,6 @@ from lohan_ds.testing.harness import DTYPES, engine_state
 from lohan_ds.testing.models import OddModel, lm_batch, loss_of, tiny_llama
 
 DTYPE = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def edit_twin(pair: Pair, edit) -> None:
@@ -403,18 +395,34 @@ class _Shrinking(nn.Linear):
         return super().forward(x)
 
 
+class _TwoShrinking(nn.Module):
+    """One unit: the second weight changes when the first is saved for backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = _Shrinking(width, width), _Shrinking(width, width)
+
+    def forward(self, x):
+        return x + self.second(self.first(x).relu())
+
+
 def _shrinking_model() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(_Shrinking(33, 65), nn.ReLU(), _Shrinking(65, 33))
+        return nn.Sequential(_Shrinking(33, 65), nn.ReLU(), *(_TwoShrinking(65) for _ in range(4)), _Shrinking(65, 33))
 
 
+@pytest.mark.parametrize("linear", [nn.functional.linear, zero3_linear_wrap], ids=["torch", "zero3_linear"])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
 @pytest.mark.parametrize("update", ["serial", "deferred", "eager"])
 @DTYPE
-def test_an_edit_in_a_forward_that_computes_with_the_store_itself(tmp_path, dtype, update):
-    with pair_of(_shrinking_model, lohan_section(tmp_path, update=update), dtype=dtype, clip=1.0) as pair:
+def test_a_module_that_changes_its_weight_and_then_uses_it(tmp_path, monkeypatch, dtype, update, tier, linear):
+    """zero3_linear: what `deepspeed.zero.Init` leaves behind; it saves the weight even if the input has no gradient."""
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    section = lohan_section(tmp_path, tier, update)
+    with pair_of(_shrinking_model, section, dtype=dtype, clip=1.0) as pair:
         twin_edits: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for module in pair.twin.model:
+        for module in pair.twin.model.modules():
             module.before_edit = lambda weight: twin_edits.append((weight, weight.detach().clone()))
 
         def loss_fn(model, x):

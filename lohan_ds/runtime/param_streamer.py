@@ -24,6 +24,7 @@ import enum
 import functools
 import logging
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class _Residence:
         self.buffer: Tensor | None = None    # (numel,) block dtype, device
         self.is_lent = False                 # the buffer is the store's own tensor
         self.work: Work | None = None        # of the fetch; its result is an Event or None
-        self.version = 0                     # grows with every update and edit of the block
+        self.version = 0                     # grows with every change that `_version` of its parameters does not show
         self.num_running = 0                 # units whose forward is running and needs it
         self.num_gathered = 0                # GatheredParameters contexts that hold it
         self.seen_versions: list[int] = []   # torch's in-place version of each parameter when fetched
@@ -94,7 +95,8 @@ class ParamStreamer:
         self._on_edit, self._check_background, self._set_status = on_edit, check_background, set_status
         self._lock = threading.RLock()
         self._residence = [_Residence() for _ in blocks]
-        self.saved = SavedWeights(self._residence, self._finish, lambda b: blocks[b].name, self._lock)
+        self.saved = SavedWeights(self._residence, self._finish, lambda b: blocks[b].name,
+                                  self._in_place_version, self._lock)
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
         largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
         planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
@@ -443,7 +445,7 @@ class ParamStreamer:
     def _write_back_edits(self, b: int) -> None:
         """User code may change a parameter in place while it is resident; the store then gets the new values."""
         residence, block = self._residence[b], self._blocks[b]
-        edits = []
+        edits, is_traced = [], True
         for slot, (info, param, seen) in enumerate(zip(block.slots, self._params[b], residence.seen_versions)):
             in_buffer = residence.buffer[info.offset:info.offset + info.numel]
             with torch._C.DisableTorchFunctionSubclass():   # this is no look
@@ -453,18 +455,20 @@ class ParamStreamer:
                 continue
             if residence.is_lent and not moved:
                 edits.append((slot, values.clone()))   # of the store's tensor: nothing is left to compare with
-                continue
-            stored = torch.empty(info.numel, dtype=in_buffer.dtype)
-            self._store.read_array(b, "param", info.offset, stored)
-            if values.shape != in_buffer.shape:
-                raise StepError(f"parameter {info.name} was replaced by a tensor of {values.numel()} elements, "
-                                f"{info.numel} needed; change values in place instead")
-            values = values.to(device="cpu", dtype=in_buffer.dtype)
-            if not torch.equal(values.view(torch.uint8), stored.view(torch.uint8)):
+            else:
+                stored = torch.empty(info.numel, dtype=in_buffer.dtype)
+                self._store.read_array(b, "param", info.offset, stored)
+                if values.shape != in_buffer.shape:
+                    raise StepError(f"parameter {info.name} was replaced by a tensor of {values.numel()} elements, "
+                                    f"{info.numel} needed; change values in place instead")
+                values = values.to(device="cpu", dtype=in_buffer.dtype)
+                if torch.equal(values.view(torch.uint8), stored.view(torch.uint8)):
+                    continue
                 edits.append((slot, values.clone()))
+            is_traced &= version != seen and not moved
         for slot, values in edits:
             self._on_edit(b, slot, values)
-        if edits:
+        if not is_traced:
             residence.version += 1
 
     # -- saved tensors -------------------------------------------------------------------------------------------
@@ -473,9 +477,17 @@ class ParamStreamer:
         """Context for a forward, or a backward that computes forwards again."""
         return self.saved.hooks()
 
-    def weights_version(self, index: int) -> tuple[int, ...]:
+    def weights_version(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Changes with every update and edit of a weight of this unit."""
-        return tuple(self._residence[b].version for b in self._units[index].blocks)
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple((self._residence[b].version, *(p._version for p in self._params[b]))
+                         for b in self._units[index].blocks)
+
+    def _in_place_version(self, b: int, offset: int) -> int:
+        """torch's, of the parameter at this offset of the block."""
+        slots = self._blocks[b].slots
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._params[b][bisect_right(slots, offset, key=lambda slot: slot.offset) - 1]._version
 
 
 def _in_backward() -> bool:

@@ -3,8 +3,9 @@
 [Note: saved weights]
 Autograd saves weights, and views of them, for backward. Such a tensor would keep the block's buffer alive from
 forward to backward. The pack hook recognises tensors that lie in a resident block's buffer and saves (block,
-offset, size, stride) instead; unpacking fetches the block again. If the block was updated in between, the graph
-is stale and unpacking raises, as plain torch does for an in-place change.
+offset, size, stride) instead; unpacking fetches the block again. If the block was updated or the parameter changed
+in place in between, the graph is stale and unpacking raises, as plain torch does for an in-place change. A parameter
+that its module changes in forward *before* it computes with it is not: what is saved has the new version.
 """
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class SavedWeight(NamedTuple):
     """What autograd keeps instead of a tensor that lies in a block's buffer."""
     block: int
     version: int              # of the block when it was saved
+    in_place: int             # torch's in-place version of the parameter then
     offset: int               # elements from the start of the block
     size: torch.Size
     stride: tuple[int, ...]
@@ -39,15 +41,17 @@ class WeightHooks(NamedTuple):
 class Residence(Protocol):
     """Of a block: what is needed of it here."""
     buffer: Tensor | None     # (numel,) block dtype, device
-    version: int              # grows with every update and edit of the block
+    version: int              # grows with every change of the block that torch's in-place versions do not show
 
 
 class SavedWeights:
     """Under the streamer's lock: `_block_of_storage`. Of the training thread: `_num_open` and the hooks."""
 
     def __init__(self, residences: list[Residence], make_resident: Callable[[int], None], name_of: Callable[[int], str],
-                 lock: threading.RLock):
+                 in_place_version: Callable[[int, int], int], lock: threading.RLock):
+        """`in_place_version(block, offset)`: torch's, of the parameter that lies there."""
         self._residences, self._make_resident, self._name_of, self._lock = residences, make_resident, name_of, lock
+        self._in_place_version = in_place_version
         self._block_of_storage: dict[int, int] = {}
         self._num_open = 0                        # contexts of `hooks` that are open
         self._hooks: tuple[Callable, Callable] = (self._pack, self.unpack)
@@ -88,8 +92,9 @@ class SavedWeights:
         buffer = self._residences[b].buffer
         if buffer is None or tensor.dtype != buffer.dtype:
             return None
-        return SavedWeight(b, self._residences[b].version, tensor.storage_offset() - buffer.storage_offset(),
-                           tensor.size(), tensor.stride())
+        offset = tensor.storage_offset() - buffer.storage_offset()
+        return SavedWeight(b, self._residences[b].version, self._in_place_version(b, offset), offset, tensor.size(),
+                           tensor.stride())
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again, with today's values; anything but a SavedWeight as it is. StepError if they changed."""
@@ -97,9 +102,10 @@ class SavedWeights:
             return saved
         with self._lock:
             residence = self._residences[saved.block]
-            if residence.version != saved.version:
+            in_place = self._in_place_version(saved.block, saved.offset)
+            if (residence.version, in_place) != (saved.version, saved.in_place):
                 raise StepError(f"a weight of block {self._name_of(saved.block)} that this backward needs was "
-                                "updated after its forward; run forward again after step()")
+                                "changed after its forward; run forward again after step()")
             self._make_resident(saved.block)
             buffer = residence.buffer
             return buffer.as_strided(saved.size, saved.stride, buffer.storage_offset() + saved.offset)

@@ -57,15 +57,6 @@ LAYER_MIXES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def no_collector():
     """Nothing may need Python's collector of cycles."""

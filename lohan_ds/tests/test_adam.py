@@ -16,13 +16,6 @@ L2_HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0
 COEFFICIENT = 0.3712345678
 
 
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def arrays(numel: int, grad_dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     """master, grad, exp_avg, exp_avg_sq, with gradients over many magnitudes."""
     generator = torch.Generator().manual_seed(seed)

@@ -91,15 +91,8 @@ def test_16_bit_weights_with_fp32_products_give_the_loss_of_fp32_weights_of_the_
 # -- one side's process, without the process ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("clip", list(CLIP_LIMITS))
-def test_lohan_on_ssd_has_the_losses_of_plain_torch(tmp_path, one_thread, clip):
+def test_lohan_on_ssd_has_the_losses_of_plain_torch(tmp_path, clip):
     case = Case("tiny", 16, 1, "fp32", clip, 1, False)
     starts = {}
     for name in ("torch", "torch:lohan-adam", "lohan-ssd"):
@@ -116,11 +109,12 @@ def test_lohan_on_ssd_has_the_losses_of_plain_torch(tmp_path, one_thread, clip):
         assert clipped_as_said(side, case), name
     first, last = starts["torch"][0].steps[0].loss, starts["torch"][1].steps[-1].loss
     assert last < first
-    step = starts["lohan-ssd"][1].steps[-1]
-    assert step.written_bytes > 8 * count_params(case) and starts["torch"][1].steps[-1].read_bytes == 0
+    written_bytes = sum(step.written_bytes for step in starts["lohan-ssd"][1].steps)
+    assert written_bytes > 2 * 8 * count_params(case)   # the third step's update may still trail
+    assert starts["torch"][1].steps[-1].read_bytes == 0
 
 
-def test_compute_alone_does_not_train(tmp_path, one_thread):
+def test_compute_alone_does_not_train(tmp_path):
     session = Session(Side(COMPUTE, COMPUTE), CASE, str(tmp_path))
     assert len({step.loss for step in session.turn(1, 2).steps}) == 1
 

@@ -47,14 +47,6 @@ def _native(operator: str):
     return module
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def arrays(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     """master, grad, exp_avg, exp_avg_sq over many magnitudes, down to subnormal ones."""
     generator = torch.Generator().manual_seed(seed)

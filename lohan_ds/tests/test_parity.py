@@ -16,15 +16,6 @@ CASE = Case("odd", "host", "serial", "off", 1, "fp32", 2)
 FIELDS = ("model", "tier", "update", "clip", "accumulation", "dtype")
 
 
-@pytest.fixture(autouse=True)
-def one_compute_thread():
-    """Tiny models gain nothing from more, and on a busy machine threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def ssd_paths(tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]

@@ -5,7 +5,6 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from lohan_ds import cli
@@ -24,14 +23,6 @@ NUM_UNITS = 4
 # Not moved, though the planner counts it: the last unit's backward follows at once, so it stays; and an activation
 # whose backward comes while it is still on its way out.
 LAST_UNIT_BYTES = 2 * 500 * 2048
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def planned(update, activation_tiers=("keep",), accumulation=1, tiers=ON_SSD, hardware=None):

@@ -18,15 +18,6 @@ MODELS = {"llama": tiny_llama, "llama-tied": lambda: tiny_llama(tied=True), "gpt
           "albert": AlbertLike, "branch": BranchModel}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The models are so tiny that more threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def batches(model, num: int, batch: int = 2):
     return [lm_batch(vocab_of(model), batch, 12, seed) for seed in range(num)]
 
