@@ -288,8 +288,9 @@ def test_an_engine_is_closed_when_the_collector_runs_in_its_own_thread(tmp_path,
 
     use_doubles(monkeypatch, make_io=CollectingIo)
     init_one_rank()
-    engine, *others = deepspeed.initialize(model=OddModel(num_layers=12), config=engine_config(tmp_path))
     gc.collect()
+    gc.freeze()   # what other tests have left would make every collection take a second
+    engine, *others = deepspeed.initialize(model=OddModel(num_layers=12), config=engine_config(tmp_path))
     gc.disable()
     try:
         engine.backward(loss_of(engine, lm_batch(131)))
@@ -301,6 +302,7 @@ def test_an_engine_is_closed_when_the_collector_runs_in_its_own_thread(tmp_path,
         assert_nothing_left(tmp_path)
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def test_engines_one_after_the_other_leave_nothing(tmp_path):
