@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_ds.block import Block
+from lohan_ds.stripe import Stripe
 
 Tier = Literal["host", "ssd"]
 # Whether the run survives its process: "shadow" at the last committed step, whenever it ends; "in_place" only where it
@@ -97,3 +98,4 @@ class OffloadPlan:
     durability: Durability = "none"    # any other needs every tier on SSD; "shadow" needs `shadow`
     num_read_ahead_chunks: int = 0     # of optimizer state on SSD, read in backward when updates wait for step()
     loss_tiles: LossTiles | None = None   # None: logits are always whole
+    stripe: Stripe = ()                # over the SSD directories; empty: evenly

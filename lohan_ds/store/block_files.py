@@ -1,9 +1,11 @@
 """`BlockFiles`: where on disk the chunks of one block lie.
 
-[Note: striping] Chunk c of block b lies in directory (b + c) % n of n, so that the chunks of a block, and the first
-chunks of all blocks, use all drives alike. In each directory a block has one file per kind, dense: chunk c is record
-c // n of its file. All chunks but a block's last have the same size, so a record starts at (c // n) * record bytes.
-A record holds `num_arrays` arrays of the chunk, one after the other.
+[Note: striping] Chunk c of block b lies in directory stripe[(b + c) % L] of a stripe of L places (see stripe.py), so
+that the chunks of a block, and the first chunks of all blocks, use all drives as much as they can bear. In each
+directory a block has one file per kind, dense: a chunk's record has as many before it as chunks before it lie there.
+All chunks but a block's last have the same size, so a record starts at that number times the record bytes.
+A record holds `num_arrays` arrays of the chunk, one after the other. Neighbours in a file lie equally far
+apart in memory where the stripe is even, so they are read as one; elsewhere as many of them as do.
 """
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from lohan_ds.block import DTYPE_BYTES, Block, Chunk
 from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.checksums import Checksums, Records
 from lohan_ds.store.filenames import block_file_name
+from lohan_ds.stripe import Stripe
 
 if TYPE_CHECKING:
     from lohan_ds.store.file_io import FileIo, SsdFile
@@ -23,17 +26,17 @@ if TYPE_CHECKING:
 class BlockFiles:
     """The files of one kind ("params" or "state") of one slot of a block. Fixed after `open`; any thread."""
 
-    def __init__(self, block: Block, kind: str, num_dirs: int, slot: int | None = None):
+    def __init__(self, block: Block, kind: str, stripe: Stripe, slot: int | None = None):
         """`slot`: None if the block has only one."""
         self.block = block
         self.kind = kind
         self.slot = slot
-        self.num_dirs = num_dirs
+        self.stripe = stripe
         if kind == "params":
             self.num_arrays, self.itemsize = 1, DTYPE_BYTES[block.dtype]
         else:
             self.num_arrays, self.itemsize = len(block.state_kinds), 4
-        self._files: list[SsdFile | None] = [None] * num_dirs
+        self._files: list[SsdFile | None] = [None] * (max(stripe) + 1)
         self.checksums = Checksums(len(block.chunks), self.record_bytes(block.chunks[0]))
 
     @property
@@ -46,9 +49,7 @@ class BlockFiles:
 
     def nbytes_in(self, directory: int) -> int:
         """Bytes of the file in the directory of that index."""
-        first = (directory - self.block.index) % self.num_dirs
-        numel = sum(chunk.numel for chunk in self.block.chunks[first::self.num_dirs])
-        return numel * self.num_arrays * self.itemsize
+        return sum(self.record_bytes(chunk) for chunk in self.block.chunks if self._directory(chunk.index) == directory)
 
     def open(self, io: FileIo, run_dirs: Sequence[str], reopen: bool = False) -> None:
         """Creates the files or opens those that are there, none where a directory gets no chunk. StoreError from `io`;
@@ -74,25 +75,36 @@ class BlockFiles:
     def place(self, chunk: Chunk) -> tuple[int, int]:
         """The index of the directory of a chunk's record, and the byte offset where it starts in the file there."""
         record_bytes = self.block.chunk_numel * self.num_arrays * self.itemsize  # of every chunk before this one
-        return (self.block.index + chunk.index) % self.num_dirs, chunk.index // self.num_dirs * record_bytes
+        length, directory = len(self.stripe), self._directory(chunk.index)
+        cycles, left_over = divmod(chunk.index, length)
+        before = cycles * self.stripe.count(directory) + sum(
+            self._directory(index) == directory for index in range(left_over))
+        return directory, before * record_bytes
 
-    def records(self, chunk: Chunk, count: int = 1) -> Records:
-        """The record of a chunk and its next neighbours in the file, `count` in all, for one request."""
-        return Records(self.checksums, chunk.index, count, self.num_dirs, self.record_bytes(chunk), self._where)
+    def _directory(self, chunk_index: int) -> int:
+        return self.stripe[(self.block.index + chunk_index) % len(self.stripe)]
 
-    def runs(self, without: Collection[int] = ()) -> Iterator[tuple[Chunk, Chunk, int]]:
-        """(first chunk, last chunk, count) of all neighbours in a file, but for chunks of an index in `without`."""
-        chunks = self.block.chunks
-        for column in range(min(self.num_dirs, len(chunks))):
-            run: list[Chunk] = []
-            for chunk in chunks[column::self.num_dirs]:
-                if chunk.index not in without:
-                    run.append(chunk)
-                elif run:
-                    yield run[0], run[-1], len(run)
-                    run = []
-            if run:
-                yield run[0], run[-1], len(run)
+    def records(self, *chunks: Chunk) -> Records:
+        """The records of one of `runs`, or of a single chunk, for one request."""
+        step = chunks[1].index - chunks[0].index if len(chunks) > 1 else 1
+        return Records(self.checksums, chunks[0].index, len(chunks), step, self.record_bytes(chunks[0]), self._where)
+
+    def runs(self, without: Collection[int] = ()) -> list[list[Chunk]]:
+        """Chunks that are neighbours in a file and as far apart in memory, all but those of an index in `without`. In
+        the order of their first ones, so that all drives begin at once."""
+        runs: list[list[Chunk]] = []
+        run_of: dict[int, list[Chunk]] = {}   # by directory: what the next chunk there may go on with
+        for chunk in self.block.chunks:
+            directory = self._directory(chunk.index)
+            if chunk.index in without:
+                run_of.pop(directory, None)
+                continue
+            run = run_of.get(directory)
+            if run is None or (len(run) > 1 and chunk.index - run[-1].index != run[1].index - run[0].index):
+                run = run_of[directory] = []
+                runs.append(run)
+            run.append(chunk)
+        return runs
 
     def _where(self, chunk_index: int) -> str:
         file, offset = self.record(self.block.chunks[chunk_index])

@@ -16,6 +16,7 @@ from lohan_ds.plan import OffloadPlan
 from lohan_ds.store.block_files import BlockFiles
 from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.io_threads import Urgency
+from lohan_ds.stripe import Stripe
 from lohan_ds.work import Work
 
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,7 +33,7 @@ class ChunkArrays(NamedTuple):
 class BlockHome:
     """All fields but the tensors are fixed after `open`; any thread. Owns its host tensors and its files."""
 
-    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: FileIo | None, num_dirs: int,
+    def __init__(self, block: Block, plan: OffloadPlan, pool: PinnedPool, io: FileIo | None, stripe: Stripe,
                  slot: int | None = None):
         """`slot`: None if the block has only one."""
         self.block = block
@@ -42,8 +43,8 @@ class BlockHome:
         self._io = io
         params_on_ssd = plan.param_tier[block.index] == "ssd"
         state_on_ssd = plan.state_tier[block.index] == "ssd" and block.trainable
-        self.param_files = BlockFiles(block, "params", num_dirs, slot) if params_on_ssd else None
-        self.state_files = BlockFiles(block, "state", num_dirs, slot) if state_on_ssd else None
+        self.param_files = BlockFiles(block, "params", stripe, slot) if params_on_ssd else None
+        self.state_files = BlockFiles(block, "state", stripe, slot) if state_on_ssd else None
         self.params: Tensor | None = None  # (numel,) block dtype, host; None on SSD
         self.state: list[Tensor] = []      # by state kind (numel,) fp32, host; empty on SSD
 
@@ -105,10 +106,10 @@ class BlockHome:
         """From SSD into `out`, (numel,) block dtype, all chunks but those of an index in `without`. Does not block."""
         files, out_bytes = self.param_files, out.detach().view(torch.uint8)
         return Work.all_of([
-            self._io.read(*files.record(first),
-                          out_bytes[first.start * files.itemsize:(last.start + last.numel) * files.itemsize], None,
-                          files.records(first, count), Urgency.FETCH)
-            for first, last, count in files.runs(without)], value=out)
+            self._io.read(*files.record(run[0]),
+                          out_bytes[run[0].start * files.itemsize:(run[-1].start + run[-1].numel) * files.itemsize],
+                          None, files.records(*run), Urgency.FETCH)
+            for run in files.runs(without)], value=out)
 
     def load(self, chunk: Chunk, buffer: Tensor | None, source: BlockHome,
              for_step: int | None = None,

@@ -33,6 +33,7 @@ from lohan_ds.store.filenames import CURRENT
 from lohan_ds.store.io_threads import Urgency
 from lohan_ds.store.manifest import Damaged, Manifest, check_same_model, describe, read_manifests
 from lohan_ds.store.run_dirs import RunDirs
+from lohan_ds.stripe import even_stripe
 from lohan_ds.work import Work
 
 __all__ = ["BlockStore", "ChunkArrays", "required_ssd_bytes"]
@@ -51,7 +52,8 @@ class BlockStore:
         """Takes all memory and disk space at once: CapacityError or StoreError, nothing kept, if one lacks.
 
         The SSD tier needs `io` and at least one run directory; they must not exist yet. Without it none is made.
-        `reopen`: they hold a run of a durable plan, which is opened as it was last committed (`last_commit`).
+        `reopen`: they hold a run of a durable plan, which is opened as it was last committed (`last_commit`), and stays
+        striped as it was at first, whatever the plan says.
         StoreError if it is of another model, damaged, in use, or (DirtyStore) was changed in place when it ended.
         """
         if any(block.index != place for place, block in enumerate(blocks)):
@@ -59,6 +61,8 @@ class BlockStore:
         self.ssd_bytes = required_ssd_bytes(blocks, plan)
         if self.ssd_bytes and (io is None or not run_dirs):
             raise ValueError(f"the plan puts {self.ssd_bytes} bytes on SSD, but there is no I/O or no directory")
+        if max(plan.stripe, default=-1) >= len(run_dirs):
+            raise ValueError(f"the plan deals to directory {max(plan.stripe) + 1}, but there are {len(run_dirs)}")
         self._pool = pool
         self._plan = plan
         self._run_dirs: RunDirs | None = None
@@ -75,21 +79,23 @@ class BlockStore:
         self._feeds = Feeds(len(blocks))
         self._closed = False
         self._slots: list[list[BlockHome]] = []  # by block, by slot
-        for block in blocks:
-            names = [None] if num_slots(block, plan) == 1 else [0, 1]
-            self._slots.append([BlockHome(block, plan, pool, io, len(run_dirs), name) for name in names])
-        self._homes = [home for slots in self._slots for home in slots]
+        self._homes: list[BlockHome] = []
         self._orders: list[BlockOrder] = []
         try:
+            manifest = self._reopen(run_dirs) if reopen else None
+            self._stripe = (plan.stripe if manifest is None else manifest.stripe) or even_stripe(len(run_dirs))
+            for block in blocks:
+                names = [None] if num_slots(block, plan) == 1 else [0, 1]
+                self._slots.append([BlockHome(block, plan, pool, io, self._stripe, name) for name in names])
+            self._homes += [home for slots in self._slots for home in slots]
             if self.ssd_bytes:
-                needed_bytes = [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
-                                for directory in range(len(run_dirs))]
-                self._run_dirs = RunDirs.reopen(run_dirs) if reopen else RunDirs(run_dirs, needed_bytes)
+                if manifest is None:
+                    self._run_dirs = RunDirs(run_dirs, self._needed_bytes(len(run_dirs)))
                 staging_bytes = max(home.chunk_bytes for home in self._homes)
                 self._staging = BufferRing(pool, 1, staging_bytes, "staging buffer of the store")
             if plan.durability != "none":
                 self._commits = Commits(io, run_dirs, self._contents)
-            current = self._load_commit(blocks) if reopen else [0] * len(blocks)
+            current = [0] * len(blocks) if manifest is None else self._load_commit(manifest, blocks)
             open_commit = None if reopen or self._commits is None else self._commits.open
             self._orders += [
                 BlockOrder(f"block {block.index} ({block.name})", num_slots(block, plan), slot, open_commit)
@@ -100,11 +106,20 @@ class BlockStore:
             self.close()
             raise
 
-    def _load_commit(self, blocks: Sequence[Block]) -> tuple[int, ...]:
-        """Sets the checksums of the last commit; by block, the slot it is in."""
-        manifest = read_manifests(self._run_dirs.paths)
+    def _needed_bytes(self, num_dirs: int) -> list[int]:
+        """Of the files in each directory."""
+        return [sum(files.nbytes_in(directory) for home in self._homes for files in home.all_files)
+                for directory in range(num_dirs)]
+
+    def _reopen(self, run_dirs: Sequence[str]) -> Manifest:
+        self._run_dirs = RunDirs.reopen(run_dirs)
+        manifest = read_manifests(run_dirs)
         if manifest is None:
-            raise StoreError(2, "there is no run", self._run_dirs.paths[0])
+            raise StoreError(2, "there is no run", run_dirs[0])
+        return manifest
+
+    def _load_commit(self, manifest: Manifest, blocks: Sequence[Block]) -> tuple[int, ...]:
+        """Sets the checksums of the last commit; by block, the slot it is in."""
         check_same_model(manifest, blocks)
         if (manifest.chunk_numel, manifest.durability) != (self._plan.chunk_numel, self._plan.durability):
             raise StoreError(22, f"the run was made with chunks of {manifest.chunk_numel} elements and durability "
@@ -334,7 +349,7 @@ class BlockStore:
         blocks = [slots[0].block for slots in self._slots]
         self._commits.create(Manifest(run_id=uuid.uuid4().hex, directory=0, num_directories=len(self._run_dirs.paths),
                                       durability=self._plan.durability, chunk_numel=self._plan.chunk_numel,
-                                      blocks=describe(blocks)))
+                                      stripe=self._stripe, blocks=describe(blocks)))
         durable = self._commits.commit(step, details, published, last_checkpoint)
         durable.wait()
         self._run_dirs.keep = True

@@ -22,6 +22,7 @@ from lohan_ds.store.filenames import CURRENT, KINDS, LOCK, MANIFEST, NEW_SUFFIX,
 from lohan_ds.store.manifest import Commit, Damaged, Manifest, blocks_of, read_json, read_manifests
 from lohan_ds.store.pieces import PIECE_BYTES
 from lohan_ds.store.run_dirs import check_own_directory, lock
+from lohan_ds.stripe import even_stripe
 
 _NUM_THREADS = 4
 
@@ -91,11 +92,12 @@ def check_run(run_dirs: Sequence[str], on_block: Callable[[Block], None] = lambd
 def _check_data(run_dirs: Sequence[str], manifest: Manifest, commit: Commit, checksums: memoryview,
                 on_block: Callable[[Block], None]) -> tuple[list[Damage], int]:
     damages, bytes_checked = [], 0
+    stripe = manifest.stripe or even_stripe(len(run_dirs))
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="lohan-check") as executor:
         for block, slot in zip(blocks_of(manifest), commit.slots):
             on_block(block)
             for kind in _kinds(block):
-                files = BlockFiles(block, kind, len(run_dirs), slot if _num_slots(manifest, block) == 2 else None)
+                files = BlockFiles(block, kind, stripe, slot if _num_slots(manifest, block) == 2 else None)
                 files.checksums.set_bytes(checksums[:files.checksums.nbytes])
                 checksums = checksums[files.checksums.nbytes:]
                 wrong = {directory: damage for directory in range(len(run_dirs))

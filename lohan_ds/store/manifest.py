@@ -16,6 +16,7 @@ from lohan_ds.block import Block
 from lohan_ds.errors import StoreError
 from lohan_ds.store.checksums import checksum
 from lohan_ds.store.filenames import CURRENT, MANIFEST, commit_file_name, run_name_of
+from lohan_ds.stripe import Stripe
 
 FORMAT = 1   # of all files of a run
 
@@ -47,6 +48,7 @@ class Manifest(_Value):
     num_directories: int
     durability: Literal["shadow", "in_place"]
     chunk_numel: int
+    stripe: Stripe = ()               # empty, as in runs of older versions: even
     blocks: tuple[BlockEntry, ...]
 
 

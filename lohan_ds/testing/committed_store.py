@@ -17,6 +17,7 @@ from lohan_ds.store.block_store import BlockStore
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.file_io import FileIo
 from lohan_ds.store.native_io import make_ssd_io
+from lohan_ds.stripe import Stripe
 
 TRAINED, IDLE, FLOAT, FROZEN = range(4)
 BLOCKS = tuple(
@@ -27,7 +28,8 @@ BLOCKS = tuple(
 
 @contextlib.contextmanager
 def open_store(folder: Path, io: FileIo | None = None, reopen: bool = False, durability: Durability = "shadow",
-               blocks: Sequence[Block] = BLOCKS, names: Sequence[str] = ("a", "b")) -> Iterator[BlockStore]:
+               blocks: Sequence[Block] = BLOCKS, names: Sequence[str] = ("a", "b"),
+               stripe: Stripe = ()) -> Iterator[BlockStore]:
     """A store of the run "r", below SSD paths of these names; its `pool` is for the test too. At the end it is closed
     as it is, which is what a killed process leaves."""
     paths = [str(folder / name) for name in names]
@@ -36,7 +38,7 @@ def open_store(folder: Path, io: FileIo | None = None, reopen: bool = False, dur
     io = io or make_ssd_io(2)
     pool = PinnedPool(MemoryBudget("host", 1 << 28), pin=False)
     plan = OffloadPlan(("ssd",) * len(blocks), ("ssd",) * len(blocks), "eager", 1, 2048, 3, False,
-                       shadow=durability == "shadow", durability=durability)
+                       shadow=durability == "shadow", durability=durability, stripe=stripe)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.close)
         stack.callback(io.close)

@@ -25,10 +25,12 @@ from lohan_ds.store.block_store import BlockStore, required_ssd_bytes
 from lohan_ds.store.filenames import LOCK
 from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo
+from lohan_ds.stripe import even_stripe
 from lohan_ds.testing.faulty_io import FaultyIo
 from lohan_ds.work import Work
 
 SIZES = [1, 7, 33, 257, 4097]
+WEIGHTED = [(0, 1, 0, 0, 1), (2, 0, 2, 1, 2, 0), (1, 1, 0), (1,)]
 TIERS = ["host", "ssd"]
 
 
@@ -37,17 +39,18 @@ def _block(index, dtype, sizes, chunk_numel=2048, trainable=True):
     return make_block(index, f"layer{index}", dtype, params, chunk_numel)
 
 
-def _plan(param_tiers, state_tiers, chunk_numel=2048, shadow=False):
-    return OffloadPlan(tuple(param_tiers), tuple(state_tiers), "serial", 1, chunk_numel, 3, False, shadow=shadow)
+def _plan(param_tiers, state_tiers, chunk_numel=2048, shadow=False, stripe=()):
+    return OffloadPlan(tuple(param_tiers), tuple(state_tiers), "serial", 1, chunk_numel, 3, False, shadow=shadow,
+                       stripe=stripe)
 
 
 @contextlib.contextmanager
 def _store(tmp_path, blocks, param_tier="ssd", state_tier="ssd", num_dirs=1, io=None,
-           shadow=False):
+           shadow=False, stripe=()):
     pool = PinnedPool(MemoryBudget("host", 1 << 30), pin=False)
     io = io or make_ssd_io(2)
     run_dirs = [str(tmp_path / f"drive{index}" / "run") for index in range(num_dirs)]
-    plan = _plan([param_tier] * len(blocks), [state_tier] * len(blocks), shadow=shadow)
+    plan = _plan([param_tier] * len(blocks), [state_tier] * len(blocks), shadow=shadow, stripe=stripe)
     store = BlockStore(blocks, plan, pool, io, run_dirs)
     store.pool, store.run_dirs = pool, run_dirs                               # for the tests
     store.scratch = PinnedPool(MemoryBudget("buffers of the test", 1 << 30), pin=False)
@@ -174,19 +177,76 @@ def test_every_parameter_size_from_1_to_4097(tmp_path, dtype, stride):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 30000), st.sampled_from([2048, 4096, 6144, 1 << 20]), st.integers(1, 4), st.integers(0, 5),
+@given(st.integers(1, 30000), st.sampled_from([2048, 4096, 6144, 1 << 20]), st.integers(0, 5),
+       st.sampled_from([*map(even_stripe, range(1, 5)), *WEIGHTED]),
        st.sampled_from(["params", "state"]), st.sampled_from(["bfloat16", "float32"]))
-def test_records_are_dense_aligned_and_disjoint(numel, chunk_numel, num_dirs, index, kind, dtype):
+def test_records_are_dense_aligned_and_disjoint(numel, chunk_numel, index, stripe, kind, dtype):
     block = _block(index, dtype, [numel], chunk_numel)
-    files = BlockFiles(block, kind, num_dirs)
+    files, num_dirs = BlockFiles(block, kind, stripe), max(stripe) + 1
     files._files = list(range(num_dirs))  # the place of the directory stands for its file
     ends = [0] * num_dirs
     for chunk in block.chunks:
         directory, offset = files.record(chunk)
-        assert directory == (index + chunk.index) % num_dirs
+        assert directory == stripe[(index + chunk.index) % len(stripe)]
+        if stripe == even_stripe(num_dirs):   # as runs of older versions have it
+            assert (directory, offset) == ((index + chunk.index) % num_dirs, chunk.index // num_dirs * (
+                chunk_numel * files.num_arrays * files.itemsize))
         assert offset == ends[directory] and offset % 4096 == 0
         ends[directory] += chunk.numel * files.num_arrays * files.itemsize
     assert ends == [files.nbytes_in(directory) for directory in range(num_dirs)]
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.sampled_from([*map(even_stripe, range(1, 5)), *WEIGHTED]),
+       st.sets(st.integers(0, 39), max_size=4))
+def test_runs_cover_every_chunk_once_and_each_is_one_stretch_of_a_file(num_chunks, index, stripe, without):
+    block = _block(index, "bfloat16", [2048 * num_chunks - 1])
+    files = BlockFiles(block, "params", stripe)
+    runs = files.runs(without)
+    covered = sorted(chunk.index for run in runs for chunk in run)
+    assert covered == [chunk.index for chunk in block.chunks if chunk.index not in without]
+    for run in runs:
+        places = [files.place(chunk) for chunk in run]
+        assert len({directory for directory, _ in places}) == 1
+        assert [offset - places[0][1] for _, offset in places] == [2048 * 2 * place for place in range(len(run))]
+        records = files.records(*run)
+        assert [chunk.index for chunk in run] == [records.first + records.step * place for place in range(len(run))]
+    if not without and len(set(stripe)) == len(stripe):
+        assert len(runs) == min(len(stripe), num_chunks)
+
+
+@pytest.mark.parametrize("stripe", WEIGHTED)
+@pytest.mark.parametrize("make_io", [ThreadSsdIo, make_ssd_io])
+def test_a_weighted_stripe_comes_back_whole_and_gives_each_directory_its_share(tmp_path, stripe, make_io):
+    blocks = [_block(0, "bfloat16", [30 * 2048]), _block(1, "float32", [7 * 2048 + 1]), _block(2, "bfloat16", [1]),
+              _block(3, "bfloat16", [30 * 2048 - 5])]
+    io = make_io(3)
+    num_requests = []
+    with _store(tmp_path, blocks, num_dirs=3, io=io, shadow=True, stripe=stripe) as store:
+        for block in blocks:
+            store.write_initial(block.index, _values(block, block.index))
+            _check_all(store, block, _values(block, block.index), 0)
+        for count in (1, 2):
+            for block in blocks:
+                _update(store, block)
+                _check_all(store, block, _values(block, block.index), count)
+        io.on_span = lambda *span: num_requests.append(span)
+        _read(store, blocks[0])
+        assert len(num_requests) == len(store._slots[0][0].param_files.runs()) < len(blocks[0].chunks)
+        in_dirs = [sum(os.path.getsize(os.path.join(run_dir, name)) for name in os.listdir(run_dir)
+                       if name.startswith(("block-0000", "block-0003"))) for run_dir in store.run_dirs]
+        share = [stripe.count(directory) / len(stripe) for directory in range(3)]
+        one_chunk_of_each_file = 4 * 2048 * 14
+        assert all(abs(nbytes - part * sum(in_dirs)) < one_chunk_of_each_file for nbytes, part in zip(in_dirs, share))
+        file, offset = store._slots[0][0].param_files.record(blocks[0].chunks[4])   # two updates: in the first slot
+        _flip_bit(file.path, offset + 5)
+        with pytest.raises(StoreError, match=rf"params of block 0 .*, chunk 4, in {file.path} at offset {offset}: "):
+            _read(store, blocks[0])
+
+
+def test_a_stripe_over_directories_that_are_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="deals to directory 3, but there are 2"), \
+            _store(tmp_path, [_block(0, "bfloat16", [4096])], num_dirs=2, stripe=(0, 2)):
+        pass
 
 
 @pytest.mark.parametrize("param_tier,state_tier", [("ssd", "ssd"), ("host", "ssd"), ("host", "host")])

@@ -19,7 +19,7 @@ LAYERS = {
     3: {"store", "memory", "adam", "grad_norm", "step_protocol", "updater", "read_ahead"},
     2: {"planner"},
     1: {"plan", "profile", "block", "config", "config_checks", "errors", "work",
-        "step_summary", "run_name"},
+        "step_summary", "stripe", "run_name"},
     0: {"ops"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

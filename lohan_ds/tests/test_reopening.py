@@ -11,8 +11,10 @@ import torch
 
 from lohan_ds.block import make_block
 from lohan_ds.errors import StepError, StoreError
-from lohan_ds.store.filenames import CURRENT
-from lohan_ds.store.manifest import Commit, read_json
+from lohan_ds.store.check import check_run
+from lohan_ds.store.checksums import checksum
+from lohan_ds.store.filenames import CURRENT, MANIFEST, named_run_dirs
+from lohan_ds.store.manifest import Commit, Manifest, read_json, to_json
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.committed_store import (BLOCKS, FLOAT, FROZEN, IDLE, TRAINED, array, begin, open_store,
                                               update, values)
@@ -31,6 +33,49 @@ class FailingIo(ThreadSsdIo):
             self.num_failures -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super()._fdatasync(fd)
+
+
+# -- the stripe that it was begun with -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("first,then", [((0, 0, 1), ()), ((0, 0, 1), (1,)), ((), (1, 1, 0)), ((1,), (0, 1))])
+def test_a_run_stays_striped_as_it_was_begun(tmp_path, first, then):
+    with open_store(tmp_path, stripe=first) as store:
+        begin(store)
+        update(store, TRAINED, 11.0)
+        store.commit(1, b"one").wait()
+    sizes = _sizes(tmp_path)
+    with open_store(tmp_path, reopen=True, stripe=then) as store:
+        assert values(store)[TRAINED] == 11.0
+        update(store, TRAINED, 12.0)
+        store.commit(2, b"two").wait()
+    assert _sizes(tmp_path) == sizes
+    run_dirs = named_run_dirs([str(tmp_path / name) for name in "ab"], "r")
+    manifest = read_json(os.path.join(run_dirs[1], MANIFEST), Manifest)
+    assert manifest.stripe == (first or (0, 1))
+    report = check_run(run_dirs)
+    assert report.damages == report.unexpected == () and report.commit.step == 2
+    with open_store(tmp_path, reopen=True) as store:
+        assert values(store)[TRAINED] == 12.0
+
+
+def test_a_run_of_an_older_version_is_striped_evenly(tmp_path):
+    with open_store(tmp_path) as store:
+        begin(store)
+    run_dirs = named_run_dirs([str(tmp_path / name) for name in "ab"], "r")
+    for run_dir in run_dirs:   # its manifest says nothing
+        path = os.path.join(run_dir, MANIFEST)
+        manifest = read_json(path, Manifest)
+        text = to_json(manifest).decode().split('"value": ')[1].rstrip("}\n").replace('"stripe":[0,1],', "") + "}"
+        assert "stripe" not in text and Manifest.model_validate_json(text).stripe == ()
+        with open(path, "w") as file:
+            file.write(f'{{"xxh3": "{checksum(text.encode()):016x}", "value": {text}}}\n')
+    assert check_run(run_dirs).damages == ()
+    with open_store(tmp_path, reopen=True, stripe=(0, 0, 1)) as store:
+        assert values(store)[IDLE] == float(IDLE)
+
+
+def _sizes(folder):
+    return {str(path): path.stat().st_size for path in folder.rglob("block-*")}
 
 
 # -- failing drives --------------------------------------------------------------------------------------------------
