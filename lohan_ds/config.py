@@ -51,8 +51,9 @@ class LohanConfig(pydantic.BaseModel):
     """Whether lohan runs this job. False: DeepSpeed runs as if the section were not there, nothing is checked."""
 
     ssd_paths: list[str] = Field([], json_schema_extra={"what": "path or list of paths", "automatic": "none"})
-    """Directories to keep data in, best one per SSD; data is striped over them. None by default: only the host's
-    memory is used, because no directory can be guessed that is sure to be on a fast disk."""
+    """Directories to keep data in, best one per SSD; data is striped over them, in proportion to their speed where
+    `lohan profile` has measured it. None by default: only the host's memory is used, because no directory can be
+    guessed that is sure to be on a fast disk."""
 
     ssd_space: int | None = _setting("size", "free space minus a reserve")
     """Bytes that may be used on all `ssd_paths` together. By default a reserve is left free for other programs."""

@@ -49,6 +49,7 @@ from lohan_ds.store.filenames import named_run_dirs, run_dir_name
 from lohan_ds.store.manifest import read_manifests
 from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.run_dirs import RunDirs
+from lohan_ds.stripe import bytes_by_directory, even_stripe
 from lohan_ds.updater import Updater
 
 logger = logging.getLogger(__name__)
@@ -156,11 +157,11 @@ class Offload:
     def _attach_swapper(self, config: LohanConfig) -> None:
         swap, dirs = self.plan.activations, []
         if swap.ssd_bytes:   # scratch, whatever the store is
-            num_dirs = len(config.ssd_paths)
-            scratch = RunDirs(_scratch_dirs(config), [-(-swap.ssd_bytes // num_dirs)] * num_dirs)
+            stripe = self.plan.stripe or even_stripe(len(config.ssd_paths))
+            scratch = RunDirs(_scratch_dirs(config), bytes_by_directory(swap.ssd_bytes, stripe, len(config.ssd_paths)))
             self.closers.append(scratch.close)
             dirs = scratch.paths
-        space = SwapSpace(swap, self.pool, self.io, dirs, self.streams)
+        space = SwapSpace(swap, self.pool, self.io, dirs, self.streams, self.plan.stripe)
         self.closers.append(space.close)
         saved = self.streamer.saved
         weights = WeightHooks(saved.pack_weight, saved.unpack, self.streamer.weights_version)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_ds.block import Block
+from lohan_ds.stripe import Stripe
 
 MemoryTier = Literal["host", "device", "ssd"]
 
@@ -57,6 +58,7 @@ class HardwareProfile:
     ssd_bytes: int
     unified: bool = False                # the device's memory is host memory (a CPU as accelerator)
     num_ssds: int = 0                    # directories, each taken for a drive of its own; 0: unknown, as 1
+    ssd_stripe: Stripe = ()              # over these directories, that the SSD rates are of; empty: even
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The plan of a run: what a config asks for, a model needs and this machine offers, put before the planner."""
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -20,13 +21,17 @@ from lohan_ds.plan_sources import RunFacts, may_plan_by_rates, plan_by_rates, pl
 from lohan_ds.planner.machines import DEVICE_SHARE, HOST_SHARE, SSD_SHARE
 from lohan_ds.planner.memory_model import num_spill_buffers
 from lohan_ds.planner.plan_file import PlanFile, load_plan
+from lohan_ds.planner.plan_layout import tiers_used
 from lohan_ds.planner.search import STATE_BYTES_PER_NUMEL, PlanRequest, make_plan
 from lohan_ds.profile import Budgets, ModelProfile, ModelSize
 from lohan_ds.runtime.tiled_head import UnknownHead, find_head
+from lohan_ds.store.block_files import required_ssd_bytes
 from lohan_ds.store.filenames import named_run_dirs
 from lohan_ds.store.free_space import striped_free_bytes
-from lohan_ds.store.manifest import read_manifests
+from lohan_ds.store.manifest import Manifest, read_manifests
+from lohan_ds.stripe import Stripe, even_stripe, shares_text
 
+logger = logging.getLogger(__name__)
 SWAP_BUFFER_BYTES = 8 << 20   # of each buffer between device and SSD
 
 
@@ -68,6 +73,7 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     if given is not None:
         plan = plan_from_file(given, config, size, _unit_names(model_blocks), accumulation, facts, durability, budgets,
                               tiles)
+        plan = _with_stripe(plan, plan.stripe, size, config, device, existing)
         return RunPlan(_with_chunks(model_blocks, plan), plan, budgets, model_bytes, given)
     request = PlanRequest(config.param_tier, config.optimizer_tier, config.update,
                           config.prefetch_depth, chunk_bytes, accumulation, durability,
@@ -75,10 +81,45 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     plan, _ = make_plan(size, request, budgets)
     model_blocks = _with_chunks(model_blocks, plan)
     if facts is None or not may_plan_by_rates(config, plan):
-        return RunPlan(model_blocks, plan, budgets, model_bytes)
+        return RunPlan(model_blocks, _with_stripe(plan, (), size, config, device, existing), budgets, model_bytes)
     rated = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks), accumulation, facts,
                           device, budgets)
-    return RunPlan(model_blocks, rated.plan, budgets, model_bytes, rated.file, rated.profile, rated.remark)
+    plan = _with_stripe(rated.plan, (), size, config, device, existing)
+    return RunPlan(model_blocks, plan, budgets, model_bytes, rated.file, rated.profile, rated.remark)
+
+
+def _with_stripe(plan: OffloadPlan, given: Stripe, size: ModelSize, config: LohanConfig, device: torch.device,
+                 existing: Manifest | None) -> OffloadPlan:
+    """Striped as the run is that exists; else as `given`, by a file; else by the speed of each directory, if it was
+    measured and the faster ones have the room. ConfigError for a file that names a directory that is not there."""
+    paths = config.ssd_paths
+    if existing is not None:
+        return replace(plan, stripe=existing.stripe)
+    if max(given, default=-1) >= len(paths):
+        raise ConfigError(f"{config.plan}: stripe names directory {max(given)}, counted from 0, but lohan.ssd_paths "
+                          f"has {len(paths)}; name as many there, in the same order, or remove stripe from the plan")
+    if len(paths) < 2 or "ssd" not in tiers_used(plan, size.blocks):
+        return replace(plan, stripe=())
+    stripe = given or _by_speed(plan, size, paths, device)
+    for index in sorted(set(range(len(paths))) - set(stripe)) if stripe else ():
+        logger.warning("lohan.ssd_paths: nothing is kept in %s: so slow beside the others, it would hold them up",
+                       paths[index])
+    return replace(plan, stripe=stripe)
+
+
+def _by_speed(plan: OffloadPlan, size: ModelSize, paths: Sequence[str], device: torch.device) -> Stripe:
+    """Empty: evenly."""
+    from lohan_ds.profiler.hardware import cached_stripe   # with all that measures
+    stripe = cached_stripe(paths, device)
+    if stripe in ((), even_stripe(len(paths))):
+        return ()
+    needed = required_ssd_bytes(size.blocks, plan) + plan.activations.ssd_bytes
+    room = int(SSD_SHARE * striped_free_bytes(paths, stripe))
+    if needed <= room:
+        return stripe
+    logger.warning("lohan.ssd_paths: their speeds ask for shares of %s, which leave room for %d of the %d bytes "
+                   "needed; all get as much, and the slowest binds", shares_text(stripe, len(paths)), room, needed)
+    return ()
 
 
 def _with_chunks(model_blocks: ModelBlocks, plan: OffloadPlan) -> ModelBlocks:

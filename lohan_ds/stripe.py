@@ -44,6 +44,17 @@ def shares(stripe: Stripe) -> dict[int, Fraction]:
     return {index: Fraction(stripe.count(index), len(stripe)) for index in sorted(set(stripe))}
 
 
+def bytes_by_directory(nbytes: int, stripe: Stripe, num_dirs: int) -> list[int]:
+    """What each has of so many, rounded up."""
+    return [-(-nbytes * stripe.count(index) // len(stripe)) for index in range(num_dirs)]
+
+
+def shares_text(stripe: Stripe, num_dirs: int) -> str:
+    """"67 %, 33 %", in the order of the directories."""
+    share = shares(stripe)
+    return ", ".join(f"{float(share.get(index, 0)):.0%}".replace("%", " %") for index in range(num_dirs))
+
+
 def _dealt(places: Sequence[int]) -> Stripe:
     """Each directory as often as `places` says, and after every chunk less than one away from its share.
 

@@ -4,8 +4,8 @@
      "device_flops_per_s": {"value": 1.43e14, "source": "..."}, ...}
 
 A number may also stand alone, without a source; a rate without a limit is the string "Infinity". The keys are the
-fields of `HardwareProfile`, and one more: ssd_rated_write_bytes (the drives' TBW, all together). That one and num_ssds
-are optional.
+fields of `HardwareProfile`, and one more: ssd_rated_write_bytes (the drives' TBW, all together). That one, num_ssds and
+ssd_stripe (a list of directories, by number from 0) are optional.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from lohan_ds.errors import ConfigError
 from lohan_ds.profile import HardwareProfile
+from lohan_ds.stripe import Stripe
 
 FOLDER = Path(__file__).with_name("machines")
 RATES = ("device_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s",
@@ -63,7 +64,7 @@ def parse(content: Any, where: str) -> Machine:
     """Checks every key; `where` names the file in messages."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: a JSON object is needed, got {type(content).__name__}")
-    known = {*TEXTS, "unified", *RATES, *SIZES, *COUNTS}
+    known = {*TEXTS, "unified", "ssd_stripe", *RATES, *SIZES, *COUNTS}
     if unknown := sorted(set(content) - known):
         raise ConfigError(f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     if missing := sorted({"name", *RATES, *SIZES} - set(content)):
@@ -73,11 +74,19 @@ def parse(content: Any, where: str) -> Machine:
     if not isinstance(unified, bool):
         raise ConfigError(f"{where}: unified must be true or false, got {unified!r}")
     profile_numbers = {field.name: numbers[field.name] for field in fields(HardwareProfile) if field.name in numbers}
-    return Machine(HardwareProfile(name=str(content["name"]), unified=unified, **profile_numbers),
+    stripe = _stripe(content.get("ssd_stripe", []), int(numbers.get("num_ssds", 0)), where)
+    return Machine(HardwareProfile(name=str(content["name"]), unified=unified, ssd_stripe=stripe, **profile_numbers),
                    str(content.get("description", "")), int(numbers.get("num_ssds", 0)),
                    int(numbers.get("ssd_rated_write_bytes", 0)),
                    {key: value["source"] for key, value in content.items()
                     if isinstance(value, dict) and "source" in value})
+
+
+def _stripe(entry: Any, num_ssds: int, where: str) -> Stripe:
+    if not isinstance(entry, (list, tuple)) or any(type(p) is not int or not 0 <= p < num_ssds for p in entry):
+        raise ConfigError(f"{where}: ssd_stripe must be a list of whole numbers from 0 to num_ssds - 1 "
+                          f"({num_ssds - 1}), got {entry!r}")
+    return tuple(entry)
 
 
 def _number(entry: Any, key: str, where: str) -> float | int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from lohan_ds.block import Block
 from lohan_ds.config import MIN_CHUNK_BYTES
@@ -80,13 +80,15 @@ class PlanFile(_Entry):
     read_ahead_chunks: int | None = Field(None, ge=0)   # None: as many as there is host memory left over for
     blocks: dict[str, BlockEntry]
     activations: tuple[UnitsEntry, ...]          # empty: not planned, all are kept
+    stripe: tuple[NonNegativeInt, ...] = ()      # over `ssd_paths`, by place; empty: as measured where it runs, or even
     running_unit_bytes: int = Field(ge=0)        # the most that a unit's own activations take while it runs
     predicted: Predicted | None = None
 
     @property
     def decisions_key(self) -> str:
         """Equal for files that decide the same for the same model."""
-        decisions = self.model_dump(mode="json", exclude={"predicted", "hardware", "model"})
+        undecided = set() if self.stripe else {"stripe"}   # files of older versions have none
+        decisions = self.model_dump(mode="json", exclude={"predicted", "hardware", "model", *undecided})
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

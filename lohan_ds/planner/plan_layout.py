@@ -46,6 +46,7 @@ def lay_out(solution: Solution, model: ModelProfile, hardware: HardwareProfile, 
                 for name, block in zip(block_names(blocks), blocks)},
         activations=_units_entries(model.units, item_tiers(groups.items, placement.activations)),
         read_ahead_chunks=sum(placement.read_ahead) if is_known and schedule.update == "deferred" else None,
+        stripe=hardware.ssd_stripe,
         running_unit_bytes=max(sum(item.nbytes for item in unit.items) + unit.output_bytes + unit.workspace_bytes
                                for unit in model.units))
     return file.model_copy(update={"predicted": _predicted(solution, file.decisions_key)})
@@ -91,7 +92,7 @@ def offload_plan(file: PlanFile, blocks: Sequence[Block], unit_names: Sequence[s
         prefetch_depth=file.prefetch_depth, chunk_numel=chunk_numel_for(file.chunk_bytes),
         num_chunk_buffers=num_chunk_buffers(file.hardware.num_ssds), accumulate_fp32=accumulation > 1,
         shadow=file.update in ("eager", "auto"), activations=_activation_plan(file, unit_names, where),
-        num_read_ahead_chunks=file.read_ahead_chunks or 0)
+        num_read_ahead_chunks=file.read_ahead_chunks or 0, stripe=file.stripe)
 
 
 def _check_blocks(file: PlanFile, blocks: Sequence[Block], where: str) -> None:

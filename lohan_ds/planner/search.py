@@ -19,6 +19,7 @@ from lohan_ds.plan import ActivationPlan, Durability, LossTiles, OffloadPlan, Ti
 from lohan_ds.planner.memory_model import (format_bytes, missing_bytes, needs, num_chunk_buffers, table, total_bytes,
                                             update_buffer_bytes)
 from lohan_ds.profile import Budgets, MemoryTier, ModelSize
+from lohan_ds.stripe import even_stripe, shares_text
 
 AUTO_CHUNK_BYTES = AUTOMATIC["chunk_bytes"]
 AUTO_PREFETCH_DEPTH = AUTOMATIC["prefetch_depth"]   # units
@@ -141,6 +142,8 @@ def plan_table(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> str:
                 f"chunk_bytes {plan.chunk_numel * STATE_BYTES_PER_NUMEL}, "
                 f"gradients held in {'fp32' if plan.accumulate_fp32 else 'the parameters dtype'}, "
                 f"{DURABILITIES[plan.durability]}")
+    if plan.stripe not in ((), even_stripe(max(plan.stripe, default=0) + 1)):
+        headline += f", of what is on SSD each directory has {shares_text(plan.stripe, max(plan.stripe) + 1)}"
     if plan.loss_tiles is not None:
         headline += f", {_told(plan.loss_tiles)}"
     return f"{headline}\n{table(needs(model, plan, budgets.unified), budgets)}"

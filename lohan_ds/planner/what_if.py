@@ -62,7 +62,7 @@ def with_ssds(hardware: HardwareProfile, num_ssds: int, new_num_ssds: int) -> Ha
     factor = new_num_ssds / num_ssds
     return replace(hardware, ssd_read_bytes_per_s=hardware.ssd_read_bytes_per_s * factor,
                    ssd_write_bytes_per_s=hardware.ssd_write_bytes_per_s * factor,
-                   ssd_bytes=round(hardware.ssd_bytes * factor), num_ssds=new_num_ssds)
+                   ssd_bytes=round(hardware.ssd_bytes * factor), num_ssds=new_num_ssds, ssd_stripe=())
 
 
 def drive_life(solution: Solution, rated_write_bytes: int) -> DriveLife:

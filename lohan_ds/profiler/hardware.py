@@ -24,6 +24,7 @@ from lohan_ds.profiler.machine import conditions, machine_key
 from lohan_ds.profiler.rates import Rate
 from lohan_ds.profiler.ssd import SsdLimits, measure_ssds
 from lohan_ds.runtime.streams import make_streams
+from lohan_ds.stripe import Stripe
 
 Progress = Callable[[str], None]
 
@@ -57,7 +58,7 @@ def profile_hardware(ssd_paths: Sequence[str] = (), dtype: str = "bfloat16", ref
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     file = cache_file(cache or cache_directory(), machine_key(device, ssd_paths))
     here = conditions(device, ssd_paths)
-    report = None if refresh else _still_good(load(file), here)
+    report = None if refresh else _still_good(load(file), here, ssd_paths)
     known = report
     if report is None:
         report = _measure(device, ssd_paths, dtype, here, limits, progress)
@@ -74,18 +75,29 @@ def cached_profile(ssd_paths: Sequence[str], dtype: str, device: torch.device,
                    cache: Path | None = None) -> HardwareProfile | None:
     """As `profile_hardware` if that would measure nothing, else None."""
     file = cache_file(cache or cache_directory(), machine_key(device, ssd_paths))
-    report = _still_good(load(file), conditions(device, ssd_paths))
+    report = _still_good(load(file), conditions(device, ssd_paths), ssd_paths)
     if report is None or dtype not in report.compute:
         return None
     return report.profile(dtype, free_bytes_of_tiers(device, ssd_paths))
 
 
-def _still_good(report: HardwareReport | None, here: dict[str, str]) -> HardwareReport | None:
+def cached_stripe(ssd_paths: Sequence[str], device: torch.device, cache: Path | None = None) -> Stripe:
+    """That suits the speeds of these directories, in their order; empty if they were not measured."""
+    file = cache_file(cache or cache_directory(), machine_key(device, ssd_paths))
+    report = _still_good(load(file), conditions(device, ssd_paths), ssd_paths)
+    return () if report is None else report.stripe
+
+
+def _still_good(report: HardwareReport | None, here: dict[str, str],
+                ssd_paths: Sequence[str]) -> HardwareReport | None:
+    """With the directories in the order of `ssd_paths`: it may have been measured in another."""
     if report is None:
         return None
     reason = why_stale(report, here)
     if reason is None:
-        return report
+        order = [os.path.realpath(path) for path in ssd_paths]
+        ssds = sorted(report.ssds, key=lambda ssd: order.index(os.path.realpath(ssd.path)))
+        return report.model_copy(update={"ssds": tuple(ssds)})
     logger.info("this machine is measured again: %s", reason)
     return None
 

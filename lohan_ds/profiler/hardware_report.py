@@ -14,8 +14,10 @@ from lohan_ds.profiler.free_space import FreeBytes
 from lohan_ds.profiler.links import LinkReport
 from lohan_ds.profiler.rates import Rate
 from lohan_ds.profiler.ssd import SsdRates, SsdReport
+from lohan_ds.stripe import Stripe, even_stripe, shares_text, stripe_for, stripe_rate
 
 FORMAT = 1                # of the file it is cached in
+NOTHING_SHARED = 0.9      # of what drives do alone, when they do it together
 
 
 class HardwareReport(BaseModel):
@@ -43,7 +45,16 @@ class HardwareReport(BaseModel):
             ssd_read_bytes_per_s=read, ssd_write_bytes_per_s=write,
             cpu_update_params_per_s=self.cpu_update.per_s,
             host_bytes=free.host, device_bytes=free.device, ssd_bytes=free.ssd, unified=self.link is None,
-            num_ssds=len(self.ssds))
+            num_ssds=len(self.ssds), ssd_stripe=() if self.stripe == even_stripe(len(self.ssds)) else self.stripe)
+
+    @property
+    def stripe(self) -> Stripe:
+        """How data is best dealt to the directories: by the speed of each, reads and writes half each. Evenly where all
+        together were slower than the slowest of them makes them, since then it is something that they share that binds.
+        """
+        if self.ssds_together is not None and min(self._kept("read"), self._kept("write")) < NOTHING_SHARED:
+            return even_stripe(len(self.ssds))
+        return stripe_for([2 / (1 / ssd.rates.read.per_s + 1 / ssd.kept_write_per_s) for ssd in self.ssds])
 
     @property
     def is_steady(self) -> bool:
@@ -51,11 +62,19 @@ class HardwareReport(BaseModel):
         return all(rate.is_steady for rate in (*self.compute.values(), self.cpu_update))
 
     def _ssd_rates(self) -> tuple[float, float]:
-        """Read and write of all directories together, writing as long as the drives' fast caches do not matter."""
-        writes = sum(ssd.sustained_write_per_s or ssd.rates.write.per_s for ssd in self.ssds)
+        """Read and write of all directories together, with this stripe, for so long that fast caches do not matter."""
+        if not self.ssds:
+            return 0.0, 0.0
+        read = self._kept("read") * stripe_rate(self.stripe, [ssd.rates.read.per_s for ssd in self.ssds])
+        write = self._kept("write") * stripe_rate(self.stripe, [ssd.rates.write.per_s for ssd in self.ssds])
+        return read, min(write, stripe_rate(self.stripe, [ssd.kept_write_per_s for ssd in self.ssds]))
+
+    def _kept(self, verb: Literal["read", "write"]) -> float:
+        """What all together did, evenly, of what the slowest alone lets them do."""
         if self.ssds_together is None:
-            return sum(ssd.rates.read.per_s for ssd in self.ssds), writes
-        return self.ssds_together.read.per_s, min(self.ssds_together.write.per_s, writes)
+            return 1.0
+        alone = [getattr(ssd.rates, verb).per_s for ssd in self.ssds]
+        return getattr(self.ssds_together, verb).per_s / stripe_rate(even_stripe(len(alone)), alone)
 
 
 def hardware_table(report: HardwareReport, free: FreeBytes) -> Table:
@@ -75,7 +94,8 @@ def hardware_table(report: HardwareReport, free: FreeBytes) -> Table:
     for ssd in report.ssds:
         _ssd_rows(table, ssd)
     if report.ssds_together is not None:
-        _rates_rows(table, f"{len(report.ssds)} SSD directories together", report.ssds_together, "")
+        _rates_rows(table, f"{len(report.ssds)} SSD directories together", report.ssds_together, "evenly")
+        table.add_row("  shares of the data", shares_text(report.stripe, len(report.ssds)), "", "", "in this order")
     _row(table, "CPU update", report.cpu_update, "params/s", f"{report.conditions['threads']} threads")
     table.add_row("free host memory", format_bytes(free.host), "", "", "under all cgroup limits")
     if report.link is not None:

@@ -67,6 +67,11 @@ class SsdReport(BaseModel):
     rates: SsdRates
     sustained_write_per_s: float | None   # past the drive's fast cache; None: unknown, it was not seen to slow down
 
+    @property
+    def kept_write_per_s(self) -> float:
+        """As far as is known."""
+        return self.sustained_write_per_s or self.rates.write.per_s
+
 
 def measure_ssds(paths: Sequence[str], limits: SsdLimits,
                  progress: Callable[[str], None] = lambda what: None) -> tuple[tuple[SsdReport, ...], SsdRates | None]:

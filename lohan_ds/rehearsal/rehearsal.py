@@ -33,6 +33,7 @@ from lohan_ds.rehearsal.timed_model import Clockwork, TimedModel
 from lohan_ds.run_plan import RunPlan
 from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.step_summary import STALL_CAUSES
+from lohan_ds.stripe import even_stripe, shares
 from lohan_ds.testing.harness import ds_config, engine_for
 
 WARM_UP_STEPS = 1   # in which the engine learns the order of the units, and nothing trails from a step before
@@ -84,8 +85,10 @@ class _Stage:
         paths = [os.path.join(folder, f"ssd{place}") for place in range(num_ssds)]
         for path in paths:
             os.mkdir(path)
-        rates = hardware.ssd_read_bytes_per_s / num_ssds, hardware.ssd_write_bytes_per_s / num_ssds
-        self._drives = [(path, PacedDrive(*rates)) for path in paths]
+        share = shares(hardware.ssd_stripe or even_stripe(num_ssds))
+        self._drives = [(path, PacedDrive(hardware.ssd_read_bytes_per_s * share.get(place, 0),
+                                          hardware.ssd_write_bytes_per_s * share.get(place, 0)))
+                        for place, path in enumerate(paths)]
         self._meter = DeviceMeter()
 
     def run(self, num_steps: int, on_step: Callable[[int], None], plan: OffloadPlan) -> Rehearsed:

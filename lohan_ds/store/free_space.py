@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 
 from lohan_ds.errors import StoreError
+from lohan_ds.stripe import Stripe, even_stripe
 
 
 def free_bytes(path: str) -> int:
@@ -24,8 +26,11 @@ def drive_of(path: str) -> int:
         raise StoreError(error.errno, f"is not a usable SSD directory: {error.strerror}", path) from error
 
 
-def striped_free_bytes(paths: Sequence[str]) -> int:
-    """What data striped evenly over `paths` finds room for: as many times the smallest share of a path; 0 for none."""
+def striped_free_bytes(paths: Sequence[str], stripe: Stripe = ()) -> int:
+    """What data striped over `paths` finds room for until the first drive is full; 0 for none. Empty `stripe`: evenly.
+    """
+    stripe = stripe or even_stripe(len(paths))
     drives = [drive_of(path) for path in paths]
-    shares = [free_bytes(path) // drives.count(drive) for path, drive in zip(paths, drives)]
-    return len(shares) * min(shares, default=0)
+    free = {drive: free_bytes(path) for path, drive in zip(paths, drives)}
+    places = Counter(drives[index] for index in stripe)
+    return min((free[drive] * len(stripe) // count for drive, count in places.items()), default=0)

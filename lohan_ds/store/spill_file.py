@@ -2,8 +2,8 @@
 
     <dir>/spill/act-0.bin      one file per directory, as large from the start as it may ever be
 
-It knows extents, not what is in them. An extent lies in one directory; successive ones go to the directory with the
-most free space, so that all drives work.
+It knows extents, not what is in them. An extent lies in one directory; successive ones go to the directory that is
+least full, so that all drives work, each for its share of the stripe.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lohan_ds.memory.extents import Extents
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.store.file_io import FileIo, SsdFile
 from lohan_ds.store.io_threads import Urgency
+from lohan_ds.stripe import Stripe, bytes_by_directory, even_stripe
 from lohan_ds.work import Work
 
 SPILL_DIR = "spill"
@@ -40,31 +41,32 @@ class SpillExtent(NamedTuple):
 class SpillFile:
     """Any thread. Fixed after construction: files and spaces, which have locks of their own."""
 
-    def __init__(self, io: FileIo, dirs: Sequence[str], nbytes: int):
-        """Takes `nbytes` of disk space, rounded up to a page for each of `dirs` alike; wipes what lay there before.
+    def __init__(self, io: FileIo, dirs: Sequence[str], nbytes: int, stripe: Stripe = ()):
+        """Takes `nbytes` of disk space, rounded up to a page for each of `dirs`; wipes what lay there before. Empty
+        `stripe`: of all alike.
 
         StoreError, and no file left, if the space cannot be had.
         """
         self._io = io
         self._paths: list[str] = []
         self._files: list[SsdFile] = []
-        each_bytes = round_up(-(-nbytes // len(dirs)), PAGE_BYTES)
-        self._spaces = [Extents(each_bytes) for _ in dirs]
-        self.nbytes = each_bytes * len(dirs)
+        self._spaces = [Extents(round_up(each_bytes, PAGE_BYTES))
+                        for each_bytes in bytes_by_directory(nbytes, stripe or even_stripe(len(dirs)), len(dirs))]
+        self.nbytes = sum(space.nbytes for space in self._spaces)
         try:
             for index, directory in enumerate(dirs):
                 folder = os.path.join(directory, SPILL_DIR)
                 _make_empty(folder)
                 self._paths.append(os.path.join(folder, spill_file_name(index)))
-                self._files.append(io.open(self._paths[-1], each_bytes))
+                self._files.append(io.open(self._paths[-1], self._spaces[index].nbytes))
         except BaseException:
             self.close()
             raise
 
     def take(self, nbytes: int) -> SpillExtent | None:
         """Space for `nbytes`, rounded up to a page; None if no directory has it in one piece. Does not block."""
-        by_free_space = sorted(range(len(self._spaces)), key=lambda index: -self._spaces[index].free_bytes)
-        for index in by_free_space:
+        spaces = [(index, space) for index, space in enumerate(self._spaces) if space.nbytes]
+        for index, _ in sorted(spaces, key=lambda place: -place[1].free_bytes / place[1].nbytes):
             offset = self._spaces[index].take(nbytes)
             if offset is not None:
                 return SpillExtent(index, offset, max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES)))

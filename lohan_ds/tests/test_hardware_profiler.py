@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lohan_ds.profiler.compute import LayerProducts, measure_compute
 from lohan_ds.profiler.cpu_update import measure_cpu_update
 from lohan_ds.planner.machines import load
 from lohan_ds.profiler.free_space import FreeBytes, free_bytes_of_tiers
-from lohan_ds.profiler.hardware import Limits, profile_hardware
+from lohan_ds.profiler.hardware import Limits, cached_stripe, profile_hardware
 from lohan_ds.profiler.hardware_cache import MAX_AGE_S, cache_file, why_stale
 from lohan_ds.profiler.hardware_file import dump_profile, save_profile
 from lohan_ds.profiler.hardware_report import HardwareReport, hardware_table
@@ -212,10 +213,26 @@ def test_profile_takes_what_can_be_sustained():
     ssds = (ssd_report("/a", 5.0, 4.0, sustained_write=1.0), ssd_report("/b", 5.0, 4.0))
     link = LinkReport(h2d=rate(20.0), d2h=rate(21.0), h2d_with_d2h=rate(15.0), d2h_with_h2d=rate(22.0), pinned=True)
     found = report_of(ssds, together, link).profile("bfloat16", FREE)
-    assert (found.ssd_read_bytes_per_s, found.ssd_write_bytes_per_s) == (7.0, 5.0)   # 1 sustained and 4
+    assert (found.ssd_read_bytes_per_s, found.ssd_write_bytes_per_s) == (7.0, 2.0)   # one of two alike sustains 1
     assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s, found.unified) == (15.0, 21.0, False)
     one = report_of(ssds[:1]).profile("bfloat16", FREE)
     assert (one.ssd_read_bytes_per_s, one.ssd_write_bytes_per_s) == (5.0, 1.0)
+
+
+def test_rates_of_drives_of_different_speed_are_of_data_dealt_by_their_speed():
+    ssds = (ssd_report("/a", 6.0, 6.0), ssd_report("/b", 3.0, 3.0))
+    evenly = SsdRates(read=rate(6.0), write=rate(5.7), mixed=rate(6.0))   # the slower one binds
+    found = report_of(ssds, evenly).profile("bfloat16", FREE)
+    assert found.ssd_stripe == (0, 0, 1)
+    assert (found.ssd_read_bytes_per_s, found.ssd_write_bytes_per_s) == (9.0, pytest.approx(0.95 * 9))
+    shared = SsdRates(read=rate(5.0), write=rate(5.0), mixed=rate(5.0))   # not even that: there is one link to both
+    found = report_of(ssds, shared).profile("bfloat16", FREE)
+    assert found.ssd_stripe == () and found.ssd_read_bytes_per_s == found.ssd_write_bytes_per_s == 5.0
+    ssds = (ssd_report("/a", 6.0, 6.0, sustained_write=2.0), ssd_report("/b", 6.0, 6.0))
+    together = SsdRates(read=rate(12.0), write=rate(12.0), mixed=rate(12.0))
+    found = report_of(ssds, together).profile("bfloat16", FREE)           # 3 and 6, reads and writes half each
+    assert found.ssd_stripe == (1, 0, 1)
+    assert (found.ssd_read_bytes_per_s, found.ssd_write_bytes_per_s) == (9.0, 6.0)
 
 
 def test_table_shows_every_measurement():
@@ -227,7 +244,7 @@ def test_table_shows_every_measurement():
         console.print(hardware_table(report_of(ssds, together, link), FREE))
     shown = capture.get()
     for text in ("1.00 TFLOP/s", "20.00 GB/s", "not pinned", "/a", "1.00 GB/s", "past the drive's fast cache",
-                 "unknown", "2 SSD directories together", "unsteady", "1.00 Gparams/s", "10.00 GB"):
+                 "unknown", "2 SSD directories together", "50 %, 50 %", "unsteady", "1.00 Gparams/s", "10.00 GB"):
         assert text in shown, text
 
 
@@ -235,6 +252,7 @@ def test_table_shows_every_measurement():
 
 def test_profile_file_goes_round(tmp_path):
     found = report_of().profile("bfloat16", FREE)
+    found = replace(found, num_ssds=2, ssd_stripe=(0, 0, 1))
     save_profile(found, tmp_path / "here.json")
     assert load(str(tmp_path / "here.json")).profile == found
     assert json.loads(dump_profile(found))["h2d_bytes_per_s"] == "Infinity"
@@ -283,6 +301,19 @@ def test_another_dtype_measures_only_that(machine):
     assert machine.calls == ["torch.float32"] and set(report.compute) == {"bfloat16", "float32"}
     machine()
     assert machine.calls == []
+
+
+def test_directories_in_another_order_have_their_stripe_in_that_order(machine, monkeypatch):
+    speed = {"a": 6.0, "b": 3.0}
+    paths = [str(machine.folder / name) for name in speed]
+    for path in paths:
+        os.mkdir(path)
+    monkeypatch.setattr(hardware, "measure_ssds", lambda paths, limits, progress: (
+        tuple(ssd_report(path, *2 * (speed[os.path.basename(path)],)) for path in paths), None))
+    cache = machine.folder / "cache"
+    assert cached_stripe(paths, CPU, cache) == ()
+    assert machine(*paths)[0].ssd_stripe == (0, 0, 1) == cached_stripe(paths, CPU, cache)
+    assert machine(*paths[::-1])[0].ssd_stripe == (1, 0, 1) == cached_stripe(paths[::-1], CPU, cache)
 
 
 def test_other_directories_have_their_own_measurements(machine):

@@ -41,6 +41,8 @@ def test_a_profile_written_as_json_comes_back(tmp_path):
     ({"h2d_bytes_per_s": True}, "h2d_bytes_per_s must be a number, got True"),
     ({"ram": 1}, "unknown keys ram"),
     ({"unified": "yes"}, "unified must be true or false"),
+    ({"ssd_stripe": 2}, "ssd_stripe must be a list of whole numbers"),
+    ({"ssd_stripe": [0, 2, 1], "num_ssds": 2}, "from 0 to num_ssds - 1 (1), got [0, 2, 1]"),
 ])
 def test_wrong_values_are_named(change, message):
     with pytest.raises(ConfigError, match="box.json") as error:

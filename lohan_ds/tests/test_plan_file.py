@@ -202,3 +202,22 @@ def test_space_of_swapped_items_is_that_of_the_memory_model(file):
         assert space == sum(footprint.swapped_bytes(item.nbytes) * n for item, n in entries if item.policy == policy)
     assert bool(swap.num_buffers) == bool(swap.ssd_bytes)
     assert plan.activations == swap
+
+
+def test_the_stripe_of_the_rates_is_in_the_plan(solution, file, tmp_path):
+    assert file.stripe == () and plan_of(file).stripe == ()
+    weighted = lay_out(solution, MODEL, replace(TIGHT, num_ssds=2, ssd_stripe=(0, 1, 0)), "small")
+    save_plan(weighted, tmp_path / "plan.json")
+    assert plan_of(load_plan(tmp_path / "plan.json")).stripe == (0, 1, 0) and weighted.is_as_planned
+    assert not weighted.model_copy(update={"stripe": (0, 1)}).is_as_planned
+    content = json.loads(dump_plan(file))
+    del content["stripe"]                                        # of an older version
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    old = load_plan(tmp_path / "old.json")
+    assert old.is_as_planned and plan_of(old).stripe == ()
+    (tmp_path / "old.json").write_text(json.dumps({**content, "stripe": [0, -1]}))
+    with pytest.raises(ConfigError, match="stripe.1: "):
+        load_plan(tmp_path / "old.json")
+    size, budgets = MODEL.size, Budgets(1 << 40, 1 << 40, 1 << 40, False, "a", "b", "c")
+    assert "each directory has 67 %, 33 %" in plan_table(size, plan_of(weighted), budgets)
+    assert "each directory" not in plan_table(size, plan_of(file), budgets)

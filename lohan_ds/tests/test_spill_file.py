@@ -30,6 +30,24 @@ def page_buffer(num_pages: int, value: int) -> torch.Tensor:
     return raw[start:start + num_pages * PAGE_BYTES].fill_(value)
 
 
+@pytest.mark.parametrize("stripe,pages", [((), [4, 4, 4]), ((0, 0, 2), [8, 0, 4]), ((1,), [0, 12, 0])])
+def test_each_directory_has_its_share_at_any_time(io, tmp_path, stripe, pages):
+    dirs = [str(tmp_path / name) for name in "abc"]
+    spill = SpillFile(io, dirs, 12 * PAGE_BYTES, stripe)
+    sizes = [os.path.getsize(os.path.join(path, SPILL_DIR, spill_file_name(index))) for index, path in enumerate(dirs)]
+    assert sizes == [PAGE_BYTES * num for num in pages] and spill.nbytes == 12 * PAGE_BYTES
+    for _ in range(2):
+        extents = []
+        while (extent := spill.take(PAGE_BYTES)) is not None:
+            extents.append(extent)
+            taken = [sum(other.directory == index for other in extents) for index in range(3)]
+            assert all(abs(got - num * len(extents) / 12) <= 1 for got, num in zip(taken, pages))
+        assert taken == pages
+        for extent in extents:
+            spill.give(extent)
+    spill.close()
+
+
 def test_what_backward_waits_for_overtakes_updates(io, tmp_path, monkeypatch):
     spill, urgencies = SpillFile(io, [str(tmp_path)], PAGE_BYTES), []
     start = io._start
