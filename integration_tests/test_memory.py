@@ -91,6 +91,9 @@ def test_paths_on_drives_of_different_size_offer_what_even_striping_can_use(monk
     monkeypatch.setattr(free_space.shutil, "disk_usage", lambda path: type("U", (), {"free": drives[path][1]}))
     assert free_space.striped_free_bytes(["a", "b", "c"]) == 3 * 50
     assert free_space.striped_free_bytes(["a", "c"]) == 2 * 70
+    assert free_space.striped_free_bytes(["a", "c"], (0, 0, 1)) == 3 * 50   # the first is full with 100
+    assert free_space.striped_free_bytes(["a", "b", "c"], (0, 0, 1, 2)) == 4 * 100 // 3
+    assert free_space.striped_free_bytes(["a", "c"], (1,)) == 70 and free_space.striped_free_bytes([]) == 0
 
 
 class ZeroElements(nn.Module):

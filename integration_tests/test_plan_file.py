@@ -75,6 +75,26 @@ def test_a_mixed_plan_gives_the_twins_bits(tmp_path, dtype, update, read_ahead):
     twin.close()
 
 
+def test_drives_of_different_speed_give_the_twins_bits_and_hold_their_shares(tmp_path):
+    plan = mixed_plan(update="eager", stripe=[1, 0, 1])
+    for entry in plan["blocks"].values():
+        entry.update(parameters="ssd", optimizer_state="ssd")
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+    model, twin = tiny_llama(tied=True), Twin(tiny_llama(tied=True), None, torch.bfloat16, 1.0, 2, **LR)
+    config = config_of(tmp_path, plan, ssd_paths=list(map(str, paths)))
+    with engine_for(model, config, model_parameters=model.parameters()) as engine:
+        for step in range(2):
+            step_alike(engine, twin, make_batches(model, 1, 2, seed=step)[0])
+        assert_same_bits(engine_state(engine), twin.state())
+        for kind in ("block-*", "act-*"):
+            one, two = (sum(file.stat().st_size for file in path.rglob(kind)) for path in paths)
+            assert two == pytest.approx(2 * one, rel=0.25), kind   # of few chunks; the last of a block is smaller
+        assert engine.lohan_stats()[f"{LAYERS[0]}: bytes_out"]
+    twin.close()
+
+
 @pytest.mark.parametrize(("section", "change", "error", "message"), [
     ({"run_name": "tuning"}, {}, ConfigError, "is kept on the host, which does not survive a crash"),
     ({"without_ssd": True}, {}, ConfigError, "lohan.ssd_paths: missing, and lohan.plan .* keeps things on the SSD"),
@@ -97,9 +117,14 @@ def test_a_run_with_a_name_carries_out_a_plan_that_is_all_on_ssd(tmp_path, durab
         entry.update(parameters="ssd", optimizer_state="ssd")
     model = tiny_llama(tied=True)
     more = {"durability": durability} if durability else {}
-    for first_step in (0, 1):
-        config = config_of(tmp_path, plan, run_name="tuning", **more)
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+    more["ssd_paths"] = list(map(str, paths))
+    for first_step, stripe in enumerate(([0, 0, 1], [0, 1])):   # it stays as it was begun
+        config = config_of(tmp_path, {**plan, "stripe": stripe}, run_name="tuning", **more)
         with engine_for(model, config, model_parameters=model.parameters()) as engine:
+            assert engine.offload.plan.stripe == (0, 0, 1)
             assert engine.offload.plan.durability == (durability or "shadow") and engine.global_steps == first_step
             for batch in make_batches(model, 1, 2)[0]:
                 engine.backward(loss_of(engine, batch))

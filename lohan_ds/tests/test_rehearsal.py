@@ -66,6 +66,12 @@ def test_activations_of_the_host_tier_and_accumulation():
 
 
 @pytest.mark.timeout(60)
+def test_drives_are_as_fast_as_their_share_of_the_stripe():
+    _, figures = rehearsed("serial", hardware=machine(num_ssds=2, ssd_stripe=(1, 0, 1, 1)), scale=Scale(1.0, 10.0))
+    assert figures.busiest_drive_s < 1.15 * figures.busy_s["ssd"]   # the mean of both; as fast as each other it is 1.5
+
+
+@pytest.mark.timeout(60)
 def test_a_slower_link_is_waited_for_longer():
     fast = rehearsed("serial", tiers=ON_HOST)
     slow = rehearsed("serial", tiers=ON_HOST, hardware=machine(h2d_bytes_per_s=2e8))

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lohan_ds.stripe import ALIKE, MAX_LENGTH, MAX_LOSS, even_stripe, shares, stripe_for, stripe_rate
+from lohan_ds.stripe import (ALIKE, MAX_LENGTH, MAX_LOSS, bytes_by_directory, even_stripe, shares, shares_text,
+                             stripe_for, stripe_rate)
 
 RATES = st.lists(st.floats(0.5, 20), min_size=1, max_size=8)
 
@@ -46,6 +47,18 @@ def test_units_do_not_matter_and_the_order_only_for_ties(rates, random):
     ours, theirs = shares(stripe_for(rates)), shares(stripe_for([rates[index] for index in order]))
     if len(set(rates)) == len(rates):
         assert ours == {order[index]: share for index, share in theirs.items()}
+
+
+@given(RATES, st.integers(0, 10**12))
+def test_bytes_of_the_directories_are_all_and_hardly_more(rates, nbytes):
+    stripe = stripe_for(rates)
+    each = bytes_by_directory(nbytes, stripe, len(rates))
+    assert nbytes <= sum(each) < nbytes + len(rates)
+    assert all((got > 0) == (index in stripe and nbytes > 0) for index, got in enumerate(each))
+
+
+def test_shares_are_told_of_every_directory():
+    assert shares_text((0, 2, 2), 4) == "33 %, 0 %, 67 %, 0 %"
 
 
 def test_the_rate_of_a_stripe_is_that_of_the_drive_which_is_slowest_for_its_share():
