@@ -102,8 +102,8 @@ def _with_stripe(plan: OffloadPlan, given: Stripe, size: ModelSize, config: Loha
         return replace(plan, stripe=())
     stripe = given or _by_speed(plan, size, paths, device)
     for index in sorted(set(range(len(paths))) - set(stripe)) if stripe else ():
-        logger.warning("lohan.ssd_paths: nothing is kept in %s: so slow beside the others, it would hold them up",
-                       paths[index])
+        reason = f"{config.plan} leaves it out" if given else "which is so slow that the others would wait for it"
+        logger.warning("lohan.ssd_paths: nothing is kept in %s, %s", paths[index], reason)
     return replace(plan, stripe=stripe)
 
 

@@ -61,7 +61,7 @@ def profile_hardware(ssd_paths: Sequence[str] = (), dtype: str = "bfloat16", ref
     report = None if refresh else _still_good(load(file), here, ssd_paths)
     known = report
     if report is None:
-        report = _measure(device, ssd_paths, dtype, here, limits, progress)
+        report = _measure(device, [os.path.abspath(path) for path in ssd_paths], dtype, here, limits, progress)
     elif dtype not in report.compute:
         rate = _compute_rate(device, dtype, limits, progress)
         report = report.model_copy(update={"compute": {**report.compute, dtype: rate}})
@@ -93,11 +93,12 @@ def _still_good(report: HardwareReport | None, here: dict[str, str],
     """With the directories in the order of `ssd_paths`: it may have been measured in another."""
     if report is None:
         return None
+    by_path = {os.path.realpath(ssd.path): ssd for ssd in report.ssds}
+    ssds = [by_path.get(os.path.realpath(path)) for path in ssd_paths]
     reason = why_stale(report, here)
-    if reason is None:
-        order = [os.path.realpath(path) for path in ssd_paths]
-        ssds = sorted(report.ssds, key=lambda ssd: order.index(os.path.realpath(ssd.path)))
+    if reason is None and None not in ssds:
         return report.model_copy(update={"ssds": tuple(ssds)})
+    reason = reason or "its directories had other names"   # links that point elsewhere now
     logger.info("this machine is measured again: %s", reason)
     return None
 

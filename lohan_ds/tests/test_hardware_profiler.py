@@ -304,8 +304,8 @@ def test_another_dtype_measures_only_that(machine):
 
 
 def test_directories_in_another_order_have_their_stripe_in_that_order(machine, monkeypatch):
-    speed = {"a": 6.0, "b": 3.0}
-    paths = [str(machine.folder / name) for name in speed]
+    speed = {"a": 6.0, "b": 3.0, "link": 6.0}
+    paths = [str(machine.folder / name) for name in "ab"]
     for path in paths:
         os.mkdir(path)
     monkeypatch.setattr(hardware, "measure_ssds", lambda paths, limits, progress: (
@@ -314,6 +314,16 @@ def test_directories_in_another_order_have_their_stripe_in_that_order(machine, m
     assert cached_stripe(paths, CPU, cache) == ()
     assert machine(*paths)[0].ssd_stripe == (0, 0, 1) == cached_stripe(paths, CPU, cache)
     assert machine(*paths[::-1])[0].ssd_stripe == (1, 0, 1) == cached_stripe(paths[::-1], CPU, cache)
+    monkeypatch.chdir(machine.folder)
+    machine("a", "b", refresh=True)
+    assert cached_stripe(paths, CPU, cache) == (0, 0, 1)
+    monkeypatch.chdir("/")                               # where "a" is nothing
+    assert cached_stripe(paths, CPU, cache) == (0, 0, 1)
+    link = machine.folder / "link"
+    link.symlink_to(paths[0])
+    machine(str(link), paths[1], refresh=True)
+    link.unlink()                                        # nobody knows any more what it was
+    assert cached_stripe(paths, CPU, cache) == ()
 
 
 def test_other_directories_have_their_own_measurements(machine):
