@@ -3,8 +3,8 @@
     python -m integration_tests.bench_beside [--rounds 7] [--params 100_000_000] [--folder DIR] [--tiers host,ssd]
 
 Two loops stand for the training thread, on one core: a matrix product, and small operations one after the other, that
-is what launching kernels is to Python. "Adam alone" is the operator called on large arrays by a thread that does no more;
-what it costs is memory bandwidth, and no design can cost less. "lohan, TIER" is the update that trails after
+is what launching kernels is to Python. "Adam alone" is the operator called on large arrays by a thread that does no
+more; what it costs is memory bandwidth, no design can cost less. "lohan, TIER" is the update that trails after
 step() in mode `deferred`. Every round measures every pair once, the loop alone right before and after it; a speed is
 the median over rounds of the pair's rate over the mean of those two.
 """
