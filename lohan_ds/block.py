@@ -12,6 +12,7 @@ state; with 16 MiB chunks that is 145 chunks of 1,398,784 elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGN_NUMEL = 32     # elements; 64 bytes at 16 bits, 128 bytes at 32
 PAGE_NUMEL = 2048    # elements; 4096 bytes at 16 bits, 8192 at 32
@@ -73,7 +74,7 @@ class Block:
     def state_bytes(self) -> int:
         return self.numel * 4 * len(self.state_kinds)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         starts = range(0, self.numel, self.chunk_numel)
         return tuple(Chunk(i, s, min(self.chunk_numel, self.numel - s)) for i, s in enumerate(starts))
