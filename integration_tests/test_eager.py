@@ -670,7 +670,7 @@ def test_fp16_overflow_in_the_last_gradient_to_come(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("given", [{"update": "auto"}, {}])
 def test_automatic_speculates_while_no_recent_step_clipped(tmp_path, given):
-    section = lohan_section(tmp_path, "host") | {"update": None} | given
+    section = lohan_section(tmp_path, "ssd") | {"update": None} | given
     with pair_of(OddModel, section, dtype="bf16") as pair:
         assert pair.engine.offload.plan.update == "auto"
         kept = []

@@ -88,8 +88,7 @@ def deepspeed_trainer(model: nn.Module, case: Case, side: Side, folder: str) -> 
         size = SIZES[case.size]
         zero["offload_param"] = {"device": "nvme", "nvme_path": folder, "pin_memory": True,
                                  "buffer_count": settings["param_buffer_count"],
-                                 "buffer_size": size.vocab * size.hidden,   # elements of the largest parameter
-                                 "max_in_cpu": 0}   # else a small model's parameters never leave RAM
+                                 "buffer_size": size.vocab * size.hidden}   # elements of the largest parameter
     config = _config(case, zero_optimization=zero, **more)
     return EngineTrainer(model, config, lambda engine: "lohan has attached" if "offload" in vars(engine) else "")
 

@@ -99,7 +99,13 @@ def make_plan(model: ModelSize, request: PlanRequest, budgets: Budgets) -> tuple
 
 
 def with_shadow_slots(model: ModelSize, plan: OffloadPlan, budgets: Budgets) -> OffloadPlan:
-    """A deferred plan with update "auto" and the slots for that, if they leave room; else as it is."""
+    """A deferred plan with update "auto" and the slots for that, if they leave room and can pay; else as it is.
+
+    On SSD a shadow slot costs no traffic, but in memory every update copies what it reads. Where the CPU computes too
+    and everything lies in memory, no resource is idle in backward, so it pays for nothing.
+    """
+    if budgets.unified and "ssd" not in plan.param_tier + plan.state_tier:
+        return plan
     with_shadow = replace(plan, update="auto", shadow=True)
     return with_shadow if _leaves_room(model, with_shadow, budgets) else plan
 

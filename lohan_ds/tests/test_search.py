@@ -95,8 +95,9 @@ def test_nothing_gives_way_to_automatic_shadow_slots(spec, request, budgets):
     with_shadow = replace(without, update="auto", shadow=True)
     items = needs(model, with_shadow, budgets.unified)
     has_room = not any(missing_bytes(items, budgets).values()) and 2 * total_bytes(items)["host"] <= budgets.host_bytes
+    pays = not budgets.unified or "ssd" in without.param_tier + without.state_tier
     plan, _ = make_plan(model, automatic, budgets)
-    assert replace(plan, num_read_ahead_chunks=0) == (with_shadow if has_room else without)
+    assert replace(plan, num_read_ahead_chunks=0) == (with_shadow if has_room and pays else without)
     assert plan == make_plan(model, replace(request, update="auto"), budgets)[0]
 
 
@@ -148,12 +149,13 @@ def test_automatic_settings_shrink_only_when_no_tier_fits():
 
 
 def test_shadow_slots_take_the_room_that_is_left_and_eager_asks_for_it():
-    def decided(update: str | None, host: int, ssd: int) -> tuple:
+    def decided(update: str | None, host: int, ssd: int, unified: bool = True) -> tuple:
         plan, _ = make_plan(MODEL_50MB, replace(AUTO, update=update, chunk_bytes=2**20),
-                            budgets_of(host, ssd=ssd, unified=True))
+                            budgets_of(host, ssd=ssd, unified=unified))
         return plan.update, plan.shadow, plan.param_tier[0], plan.state_tier[0]
 
-    assert decided(None, HUGE, 0) == ("auto", True, "host", "host")
+    assert decided(None, HUGE, 0, unified=False) == ("auto", True, "host", "host")
+    assert decided(None, HUGE, 0) == ("deferred", False, "host", "host")   # nothing is idle in backward
     assert decided(None, 500 * 10**6, HUGE) == ("deferred", False, "host", "host")   # the SSD would have room
     assert decided("eager", 500 * 10**6, HUGE) == ("eager", True, "host", "ssd")
     assert decided(None, 150 * 10**6, HUGE) == ("deferred", False, "host", "ssd")
