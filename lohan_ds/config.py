@@ -86,7 +86,8 @@ class LohanConfig(pydantic.BaseModel):
     """When Adam runs: "eager" already in backward, into a second copy of parameters and optimizer state (shadow
     slots) that is dropped when the step turns out to be clipped; "deferred" while the next forward goes on, each
     block before it is used; "serial" inside `step()`. The results are the same. By default eager while none of the
-    last 20 steps was clipped, else deferred; always deferred where shadow slots do not fit beside the rest."""
+    last 20 steps was clipped, else deferred; always deferred where shadow slots do not fit beside the rest, or where
+    the CPU computes and all lies in memory."""
 
     run_name: str | None = _setting("letters, digits, . _ -", "none")
     """Makes the run survive its process: it stays on `ssd_paths` under this name, every step is committed, and the same
