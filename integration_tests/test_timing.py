@@ -30,6 +30,7 @@ from lohan_ds.work import Work
 
 @pytest.mark.parametrize("seed", range(30))
 def test_same_bits_with_random_delays(seed, tmp_path, monkeypatch):
+    """D47: overlap changes no loss, whatever comes late."""
     draw = random.Random(seed)
     make_model = draw.choice([OddModel, functools.partial(tiny_llama, tied=bool(seed % 2))])
     dtype, update = ("bf16", "fp32")[seed % 2], ("serial", "deferred")[seed // 2 % 2]
