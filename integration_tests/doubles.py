@@ -5,7 +5,6 @@ import functools
 import os
 import time
 
-
 from lohan_ds.rehearsal.paced_io import PacedDrive, PacedIo
 from lohan_ds.store.native_io import make_ssd_io
 from lohan_ds.store.ssd_io import ThreadSsdIo

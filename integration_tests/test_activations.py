@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from integration_tests.doubles import (engine_config, make_batches,
-                                       train_engine, train_twin, use_doubles)
+from integration_tests.doubles import engine_config, make_batches, train_engine, train_twin, use_doubles
 from lohan_ds.errors import StepError
 from lohan_ds.memory.pinned_pool import PAGE_BYTES
 from lohan_ds.testing.delayed_streams import DelayedStreams

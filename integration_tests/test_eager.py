@@ -33,8 +33,7 @@ from test_visible_parameters import edit_twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches,  # noqa: F401
-                                       one_drive, use_doubles)
+from integration_tests.doubles import LR, SlowWrites, engine_config, make_batches, one_drive, use_doubles
 from lohan_ds.errors import StepError, StoreError
 from lohan_ds.grad_norm import global_norm, sum_of_squares
 from lohan_ds.runtime.gradient_pipeline import GradientPipeline

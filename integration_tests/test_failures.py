@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.doubles import (SlowWrites, engine_config, make_batches,
-                                       train_engine, train_twin, use_doubles)
+from integration_tests.doubles import SlowWrites, engine_config, make_batches, train_engine, train_twin, use_doubles
 from lohan_ds.errors import CapacityError, ConfigError, StepError, StoreError
 from lohan_ds.testing.delayed_streams import DelayedStreams
 from lohan_ds.testing.faulty_io import FaultyIo

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from integration_tests.doubles import (LR, engine_config, make_batches,
-                                       train_engine, use_doubles)
+from integration_tests.doubles import LR, engine_config, make_batches, train_engine, use_doubles
 from lohan_ds.errors import ConfigError, StepError
 from lohan_ds.runtime.lazy_logits import LazyLogits
 from lohan_ds.testing.delayed_streams import DelayedStreams

@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from integration_tests.doubles import (engine_config, make_batches,
-                                       one_drive, train_engine, train_twin, use_doubles)
+from integration_tests.doubles import engine_config, make_batches, one_drive, train_engine, train_twin, use_doubles
 from integration_tests.test_timing import SleepyModel, update_bytes
 from lohan_ds import offload
 from lohan_ds.step_summary import RESOURCES

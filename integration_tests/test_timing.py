@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches,
-                                       one_drive, train_engine, train_twin, use_doubles)
+from integration_tests.doubles import (LR, SlowWrites, engine_config, make_batches, one_drive, train_engine, train_twin,
+                                       use_doubles)
 from lohan_ds.store.block_order import BlockOrder
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.delayed_streams import DelayedStreams
