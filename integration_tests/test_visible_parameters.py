@@ -442,6 +442,33 @@ def test_a_module_that_changes_its_weight_and_then_uses_it(tmp_path, monkeypatch
         pair.check()
 
 
+@TIERS
+@DTYPE
+@pytest.mark.parametrize("edited", ["layers.1.up", "layers.0.up"])
+def test_a_weight_changed_in_place_between_forward_and_backward_is_refused(tmp_path, dtype, tier, edited):
+    """As plain torch does; afterwards training goes on with the changed weight."""
+    def halve(model):
+        with torch.no_grad():
+            model.get_submodule(edited).weight.mul_(0.5)
+
+    first, second, third = batches_for(131, 3)
+    plain = OddModel()
+    loss = loss_of(plain, first)
+    halve(plain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pair_of(OddModel, lohan_section(tmp_path, tier), dtype=dtype, clip=1.0) as pair:
+        pair.train([first])
+        loss = loss_of(pair.engine, second)
+        halve(pair.engine.module)
+        edit_twin(pair, halve)
+        with pytest.raises(StepError, match="changed after its forward"):
+            pair.engine.backward(loss)
+        pair.engine.reset_step()
+        pair.train([third])
+        pair.check()
+
+
 @pytest.mark.parametrize("update", ["deferred", "eager"])
 @DTYPE
 def test_units_copy_nothing_and_whoever_looks_gets_a_copy(tmp_path, dtype, update):
