@@ -164,7 +164,8 @@ class Offload:
         space = SwapSpace(swap, self.pool, self.io, dirs, self.streams, self.plan.stripe)
         self.closers.append(space.close)
         saved = self.streamer.saved
-        weights = WeightHooks(saved.pack_weight, saved.unpack, self.streamer.weights_version)
+        weights = WeightHooks(saved.pack_weight, saved.unpack, self.streamer.weights_version,
+                              self.streamer.running_again)
         self.swapper = ActivationSwapper([(unit.name, unit.module) for unit in self.model_blocks.units], swap,
                                          space.tiers, self.streams, self.device, weights, self.recorder)
         self.swapper.attach()

@@ -110,7 +110,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.update_hook_state_and_maybe_run_epilogue(self._max_expected_hooks_seen)
 
     def _take_gradient(self, block_index: int, slot: int, param: nn.Parameter) -> None:
-        grad, param.grad = param.grad, None
+        with torch._C.DisableTorchFunctionSubclass():   # the parameter is watched now
+            grad, param.grad = param.grad, None
         if grad.is_sparse:
             raise ConfigError(f"{self._slot(block_index, slot).name} has a sparse gradient; set sparse=False in its "
                               "nn.Embedding")

@@ -170,7 +170,7 @@ class ActivationSwapper:
             unit_pass.recorder = OpRecorder(inputs, self._device, lambda: unit_pass.paths[-1])
         if policies.recomputes:
             unit_pass.frame = RecomputeFrame(
-                unit_pass, self._as_rerun(forward), args, kwargs, self._device,
+                unit_pass, self._as_rerun(index, forward), args, kwargs, self._device,
                 functools.partial(self._pack_input, unit_pass), self._unpack, self._load,
                 functools.partial(self._weights.version, index), unit_pass.recorder)
             self._frames.add(unit_pass.frame)
@@ -179,11 +179,12 @@ class ActivationSwapper:
         with unit_pass.recorder:
             return forward(*args, **kwargs)
 
-    def _as_rerun(self, forward: Callable) -> Callable:
+    def _as_rerun(self, index: int, forward: Callable) -> Callable:
         def run_again(*args, **kwargs):
             before, self._running.is_rerun = self._running.is_rerun, True
             try:
-                return forward(*args, **kwargs)
+                with self._weights.running_again(index):
+                    return forward(*args, **kwargs)
             finally:
                 self._running.is_rerun = before
         return run_again

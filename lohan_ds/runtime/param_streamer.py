@@ -26,7 +26,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class _Residence:
         self.num_running = 0                 # units whose forward is running and needs it
         self.num_gathered = 0                # GatheredParameters contexts that hold it
         self.seen_versions: list[int] = []   # torch's in-place version of each parameter when fetched
-        self.looked_at = False               # its `.data` was handed out: in-place edits leave no trace
+        self.looked_at = False               # its memory was handed out: edits there leave no trace
 
 
 class ParamStreamer:
@@ -123,7 +123,7 @@ class ParamStreamer:
             self._next_unit.setdefault((True, index + 1), index)
         for block_index, block_params in enumerate(self._params):
             for param in block_params:
-                param.lohan_access = self._access
+                param.lohan_access, param.lohan_handed_out = self._access, self._handed_out
                 param.lohan_saved_tensors_hooks = self.saved.hooks_for_look
                 param.lohan_block = block_index
             self._drop(block_index)
@@ -161,7 +161,8 @@ class ParamStreamer:
                 for b in self._units[index].blocks:
                     if not is_last and b not in needed_soon:
                         self._release(b)
-                    self._watch(b)
+            for b in self._units[index].blocks:
+                self._watch(b)
         if torch.is_grad_enabled() and output is not None:
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
             if outputs:
@@ -181,6 +182,23 @@ class ParamStreamer:
                 return output
             finally:
                 self._post_forward(index, module, (hidden,), output)
+
+    @contextlib.contextmanager
+    def running_again(self, index: int) -> Iterator[None]:
+        """Around a second run of a unit's forward, in its backward, without the module's hooks."""
+        blocks = self._units[index].blocks
+        with self._lock:
+            for b in blocks:
+                self._residence[b].num_running += 1
+                self._finish(b)
+                self._unwatch(b)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for b in blocks:
+                    self._residence[b].num_running -= 1
+                    self._watch(b)
 
     def _pre_backward(self, index: int, grad: Tensor) -> None:
         with self._lock:
@@ -250,7 +268,10 @@ class ParamStreamer:
             self._start_unit(unit, demand=unit == index)
         for b in self._units[index].blocks:
             self._finish(b)
-            self._unwatch(b)
+            if self._residence[b].num_running:
+                self._unwatch(b)
+            else:   # in its backward autograd computes, and only hooks of the user look at it
+                self._watch(b)
         self._compute(self._units[index].name)
 
     def _compute(self, name: str | None) -> None:
@@ -342,7 +363,7 @@ class ParamStreamer:
                 self._residence[b].work.exception()
 
     def _watch(self, b: int) -> None:
-        """A resident block that nothing computes with: looks go through `_access`, so that no edit is lost."""
+        """A resident block that no module computes with: looks go through `_access`, so that no edit is lost."""
         residence = self._residence[b]
         if residence.state is Residency.RESIDENT and not residence.num_running and not residence.num_gathered:
             for param in self._params[b]:
@@ -395,19 +416,23 @@ class ParamStreamer:
 
     # -- looks and edits from outside ----------------------------------------------------------------------------
 
-    def _access(self, params: Sequence[nn.Parameter], via_data: bool) -> None:
+    def _access(self, params: Sequence[nn.Parameter]) -> None:
         """Called by a released parameter whose values are wanted."""
         wanted = {param.lohan_block for param in params}
         self.fetch(wanted)
         with self._lock:
             for b in wanted:
                 self._watch(b)
-                self._residence[b].looked_at |= via_data
                 if b in self._accessed:
                     self._accessed.remove(b)
                 self._accessed.append(b)
             while len(self._accessed) > max(self._prefetch_depth + 2, len(wanted)):
                 self._release(self._accessed.popleft())
+
+    def _handed_out(self, params: Sequence[nn.Parameter]) -> None:
+        with self._lock:
+            for param in params:
+                self._residence[param.lohan_block].looked_at = True
 
     def fetch(self, block_indexes: Iterable[int]) -> None:
         """Makes these blocks resident, waiting for their updates only."""
@@ -478,16 +503,25 @@ class ParamStreamer:
         return self.saved.hooks()
 
     def weights_version(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Changes with every update and edit of a weight of this unit."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Changes with every update and edit of a weight of this unit, those included that leave no trace."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            for b in self._units[index].blocks:
+                if self._residence[b].state is Residency.RESIDENT and not self._residence[b].num_running:
+                    self._write_back_edits(b)
             return tuple((self._residence[b].version, *(p._version for p in self._params[b]))
                          for b in self._units[index].blocks)
 
     def _in_place_version(self, b: int, offset: int) -> int:
-        """torch's, of the parameter at this offset of the block."""
-        slots = self._blocks[b].slots
+        """torch's, of the parameter at this offset of the block. One that was given other memory (`param.data = ...`)
+        is written back first: `version` shows it then."""
+        slots, residence = self._blocks[b].slots, self._residence[b]
+        slot = bisect_right(slots, offset, key=lambda slot: slot.offset) - 1
         with torch._C.DisableTorchFunctionSubclass():
-            return self._params[b][bisect_right(slots, offset, key=lambda slot: slot.offset) - 1]._version
+            param = self._params[b][slot]
+            if residence.state is Residency.RESIDENT and not residence.num_running and (
+                    param.data_ptr() != residence.buffer.data_ptr() + slots[slot].offset * residence.buffer.itemsize):
+                self._write_back_edits(b)
+            return param._version
 
 
 def _in_backward() -> bool:

@@ -8,6 +8,9 @@ The class of a live `nn.Parameter` is switched to `ReleasedParameter` and back; 
 """
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -36,33 +39,54 @@ def _value_free_functions() -> frozenset:
 
 
 VALUE_FREE = _value_free_functions()
-_DATA_GET = torch.Tensor.data.__get__
 
 
 class ReleasedParameter(nn.Parameter):
-    """See the file docstring. Instances carry `lohan_access`: a callable (list of parameters, via_data) -> None, and
+    """See the file docstring. Instances carry `lohan_access(params)`, called before their values are used,
+    `lohan_handed_out(params)`, after a use that may have changed them without a trace or let somebody do so later, and
     `lohan_saved_tensors_hooks`: a context in which autograd can save them (it keeps a leaf itself, not its values)."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in VALUE_FREE:
-            released = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ReleasedParameter]
-            by_owner: dict = {}
-            for param in released:
-                by_owner.setdefault(param.lohan_access, []).append(param)
-            for access, params in by_owner.items():
-                access(params, func == _DATA_GET)
-            if released and torch.is_grad_enabled():
-                with torch._C.DisableTorchFunctionSubclass(), released[0].lohan_saved_tensors_hooks():
-                    return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if func in VALUE_FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        released = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ReleasedParameter]
+        by_owner: dict = {}
+        for param in released:
+            by_owner.setdefault(param.lohan_access, []).append(param)
+        for access, params in by_owner.items():
+            access(params)
+        is_saving = released and torch.is_grad_enabled()
+        saving = released[0].lohan_saved_tensors_hooks() if is_saving else contextlib.nullcontext()
+        result = None
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), saving:
+                result = func(*args, **kwargs)
+            return result
+        finally:
+            if _hands_out(result, released):
+                for params in by_owner.values():
+                    params[0].lohan_handed_out(params)
 
     def __deepcopy__(self, memo):
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+
+def _hands_out(result: Any, params: list[nn.Parameter]) -> bool:
+    """Whether what an operation gave allows to change these parameters' values unseen: `_version` counts neither what
+    is done through `.data`, `.detach().numpy()` or an address, nor what torch's fused optimizers do. A view within a
+    graph does not count: its changes are seen, or refused by autograd."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {param.untyped_storage().data_ptr() for param in params}
+        return any(tensor.layout is torch.strided and not tensor.requires_grad
+                   and tensor.untyped_storage().data_ptr() in storages for tensor in tensors)
 
 
 def mark_released(param: nn.Parameter, placeholder: torch.Tensor) -> None:

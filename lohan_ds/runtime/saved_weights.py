@@ -36,6 +36,7 @@ class WeightHooks(NamedTuple):
     pack: Callable[[Tensor], Any | None]        # what to keep instead of a tensor; None if it is no weight
     unpack: Callable[[Any], Tensor]             # the reverse; what it does not know it returns as it is
     version: Callable[[int], Hashable]          # of a unit, by index: changes whenever one of its weights does
+    running_again: Callable[[int], contextlib.AbstractContextManager[None]]   # around a unit's forward in backward
 
 
 class Residence(Protocol):
@@ -102,7 +103,7 @@ class SavedWeights:
             return saved
         with self._lock:
             residence = self._residences[saved.block]
-            in_place = self._in_place_version(saved.block, saved.offset)
+            in_place = self._in_place_version(saved.block, saved.offset)   # first: it may change the block's version
             if (residence.version, in_place) != (saved.version, saved.in_place):
                 raise StepError(f"a weight of block {self._name_of(saved.block)} that this backward needs was "
                                 "changed after its forward; run forward again after step()")

@@ -67,7 +67,8 @@ def attach_swapper(engine: Any, policies: Mapping[str, Mapping[str, ActivationPo
     plan = activation_plan([unit.name for unit in units], policies, **({"ssd_bytes": 0} if not dirs else {}), **sizes)
     io = make_io(2) if dirs else None
     space = SwapSpace(plan, offload.pool, io, [str(path) for path in dirs], offload.streams)
-    weights = WeightHooks(streamer.saved.pack_weight, streamer.saved.unpack, streamer.weights_version)
+    weights = WeightHooks(streamer.saved.pack_weight, streamer.saved.unpack, streamer.weights_version,
+                          streamer.running_again)
     swapper = ActivationSwapper([(unit.name, unit.module) for unit in units], plan, space.tiers, offload.streams,
                                 offload.device, weights)
     swapper.attach()
@@ -101,7 +102,8 @@ def swapping(model: nn.Module, policies: Mapping[str, Mapping[str, ActivationPol
     pool, io = PinnedPool(budget, pin=False), make_io(2) if dirs else None
     space = SwapSpace(plan, pool, io, [str(path) for path in dirs], streams)
     weights = WeightHooks(lambda tensor: None, lambda packed: packed,
-                          lambda index: tuple(p._version for p in units[index].module.parameters()))
+                          lambda index: tuple(p._version for p in units[index].module.parameters()),
+                          lambda index: contextlib.nullcontext())
     swapper = ActivationSwapper([(unit.name, unit.module) for unit in units], plan, space.tiers, streams, CPU, weights)
     swapper.attach()
     try:
