@@ -4,8 +4,8 @@
         [--chunk-bytes 128KiB] [--scale 1] [--trace DIR]
 
 Modes: serial; barrier (LoHan's own order: in backward, oldest gradient first, and the next forward waits for all);
-deferred, with nothing read ahead, and deferred+ahead, with optimizer state read in backward; oldest: eager, oldest
-first; eager.
+deferred; oldest: eager, oldest first; eager; and deferred+ahead and eager+ahead, where there is host memory for
+optimizer state of the first blocks, read ahead in backward.
 
 Bytes, threads, files and engine are real. Blocks are equal. T_f and T_b are what the model slept, S the bytes that
 moved in a step over the pace of the drive, which reads and writes share. Each engine's first step, in which it learns
@@ -35,8 +35,8 @@ from lohan_ds.step_protocol import StepProtocol
 from lohan_ds.step_summary import STALL_CAUSES
 from lohan_ds.testing.harness import engine_for
 
-MODES = ("serial", "barrier", "deferred", "deferred+ahead", "oldest", "eager")
-UPDATE = {"barrier": "eager", "deferred+ahead": "deferred", "oldest": "eager"}   # of the mode, where it is not its name
+MODES = ("serial", "barrier", "deferred", "deferred+ahead", "oldest", "eager", "eager+ahead")
+UPDATE = {"barrier": "eager", "oldest": "eager"}   # of the mode, where it is not its name
 NUM_BLOCKS, BLOCK_NUMEL, HIDDEN = 24, 65536, 64
 BYTES_PER_PARAM = 26 + 2 + 2   # update, fetches of forward and backward
 CASES = {"ssd": (0.4, 0.8, 1.8), "balanced": (0.4, 0.8, 1.2), "compute": (0.4, 0.8, 0.6)}   # nominal T_f, T_b, S
@@ -52,7 +52,7 @@ def product_as(mode: str, bytes_per_s: float) -> Iterator[None]:
                                      make_protocol=OldestFirst if mode in ("barrier", "oldest") else StepProtocol)
     with contextlib.ExitStack() as undo:
         undo.enter_context(patch.object(LohanEngine, "make_offload", staticmethod(make_offload)))
-        if mode != "deferred+ahead":
+        if not mode.endswith("+ahead"):
             undo.enter_context(patch.object(lohan_ds.planner.search, "_num_read_ahead_chunks", lambda *_: 0))
         yield
 
@@ -135,8 +135,8 @@ def measure(mode: str, case: str, num_steps: int, trace_dir: str | None, figures
     sleeper, x, losses = Sleeper(), torch.ones(2, HIDDEN, dtype=torch.bfloat16), []
     with tempfile.TemporaryDirectory(prefix="bench_overlap_") as ssd, product_as(mode, bytes_per_s):
         trace = os.path.join(trace_dir or ssd, f"{case}_{mode}.json")   # also asks for a recorder
-        config = engine_config(ssd, "bf16", 1e6, update=UPDATE.get(mode, mode), chunk_bytes=chunk_bytes,
-                               trace_path=trace)
+        config = engine_config(ssd, "bf16", 1e6, update=UPDATE.get(mode, mode.removesuffix("+ahead")),
+                               chunk_bytes=chunk_bytes, trace_path=trace)
         with engine_for(SleepyModel(sleeper, forward_s, backward_s), config) as engine:
             for step in range(num_steps + 1):
                 slept, all_before = dict(sleeper.slept_s), engine.offload.store.bytes_read \

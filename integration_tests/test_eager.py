@@ -27,7 +27,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from test_failures import assert_nothing_left
-from test_timing import SleepyModel, update_bytes
+from test_timing import SleepyModel, update_bytes, use_plan
 from test_training_patterns import TIERS, Pair, batches_for, lohan_section, pair_of
 from test_visible_parameters import edit_twin
 from torch import nn
@@ -765,6 +765,7 @@ def test_one_forgotten_rule_gives_other_bits(sabotage, dtype, tmp_path, monkeypa
     if sabotage is not None:
         sabotage(monkeypatch)
     use_doubles(monkeypatch, make_io=SlowWrites)
+    use_plan(monkeypatch, num_chunk_buffers=1, num_read_ahead_chunks=0)   # so that buffers are used again at once
     twin = Twin(OddModel(), None, DTYPES[dtype], **LR)
     state = None
     with contextlib.suppress(StoreError) if sabotage is not None else contextlib.nullcontext():
@@ -864,6 +865,7 @@ CALLS = {"step": lambda engine: engine.step(), "forward": lambda engine: loss_of
 @pytest.mark.parametrize("operation,number", [("write", errno.EIO), ("read", errno.EIO), ("write", errno.ENOSPC)])
 def test_disk_that_fails_during_speculation(operation, number, call, tmp_path, monkeypatch):
     use_doubles(monkeypatch, make_io=FaultyIo)
+    use_plan(monkeypatch, num_read_ahead_chunks=0)
     twin = Twin(OddModel(), None, **LR)
     with engine_for(OddModel(), engine_config(tmp_path, update="eager")) as engine:
         pair = Pair(engine, twin)

@@ -280,8 +280,15 @@ def test_an_engine_that_is_forgotten_is_closed(tmp_path):
 def test_an_engine_is_closed_when_the_collector_runs_in_its_own_thread(tmp_path, monkeypatch):
     import deepspeed
 
+    is_forgotten = threading.Event()   # else all could be written before
+    is_forgotten.set()
+
     class CollectingIo(SlowWrites):
+        def __init__(self, num_threads):
+            super().__init__(num_threads + 32)   # held writes must not keep reads from theirs
+
         def _pwrite(self, fd, view, offset):
+            is_forgotten.wait(20)
             gc.collect()
             return super()._pwrite(fd, view, offset)
 
@@ -292,9 +299,11 @@ def test_an_engine_is_closed_when_the_collector_runs_in_its_own_thread(tmp_path,
     engine, *others = deepspeed.initialize(model=OddModel(num_layers=12), config=engine_config(tmp_path))
     gc.disable()
     try:
+        is_forgotten.clear()
         engine.backward(loss_of(engine, lm_batch(131)))
         engine.step()
         del engine, others
+        is_forgotten.set()
         deadline = time.monotonic() + 20
         while our_threads() and time.monotonic() < deadline:
             time.sleep(0.05)

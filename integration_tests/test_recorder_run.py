@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 
 from integration_tests.doubles import engine_config, make_batches, one_drive, train_engine, train_twin, use_doubles
 from integration_tests.test_timing import SleepyModel, update_bytes
-from lohan_ds import offload
+from lohan_ds import offload, updater
+from lohan_ds.adam import adam_update_
 from lohan_ds.step_summary import RESOURCES
+from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.testing.delayed_streams import DelayedStreams
 from lohan_ds.testing.harness import engine_for, engine_state
 from lohan_ds.testing.models import OddModel
@@ -189,3 +192,50 @@ def test_trace_at_exit_without_destroy(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert done.stdout.count("lohan step 1:") == done.stdout.count("lohan step 2:") == 1, done.stdout + done.stderr
+
+
+class _HeldWrites(ThreadSsdIo):
+    """Writes that come while `gate` is not set wait for it."""
+    gate = threading.Event()
+
+    def __init__(self, num_threads, **kwargs):
+        super().__init__(num_threads + 32, **kwargs)   # held writes must not keep reads from theirs
+
+    def _pwrite(self, fd, view, offset):
+        self.gate.wait(30)
+        return super()._pwrite(fd, view, offset)
+
+
+def _slow_adam(*args):
+    time.sleep(0.05)
+    adam_update_(*args)
+
+
+@pytest.mark.parametrize("report", [False, True], ids=["unrecorded", "recorded"])
+@pytest.mark.parametrize("update", ["deferred", "eager"])
+@pytest.mark.parametrize("forward_is_first", [False, True], ids=["update_first", "forward_first"])
+def test_the_next_forward_waits_for_no_write(update, forward_is_first, report, tmp_path, monkeypatch):
+    """The params that an update has made are handed to it from memory, whether somebody keeps records or not."""
+    use_doubles(monkeypatch, make_io=_HeldWrites)
+    if forward_is_first:
+        monkeypatch.setattr(updater, "adam_update_", _slow_adam)
+    _HeldWrites.gate.set()
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    config = engine_config(tmp_path, "bf16", update=update, chunk_bytes="2MiB", step_report=report)
+    with engine_for(SleepyBothWays(), config) as engine:
+        engine.backward(engine(x))
+        engine.step()
+        loss = engine(x)
+        engine.offload.gradients.updater.drain()
+        _HeldWrites.gate.clear()
+        first_is_over = threading.Event()
+        engine.module.layers[0].register_forward_hook(lambda *_: first_is_over.set())
+        engine.backward(loss)
+        engine.step()
+        forward = threading.Thread(target=lambda: engine(x))
+        forward.start()
+        try:
+            assert first_is_over.wait(10)
+        finally:
+            _HeldWrites.gate.set()
+            forward.join()

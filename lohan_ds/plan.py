@@ -96,6 +96,6 @@ class OffloadPlan:
     shadow: bool = False               # every trained block has two slots, so an update can be dropped
     activations: ActivationPlan = ActivationPlan()
     durability: Durability = "none"    # any other needs every tier on SSD; "shadow" needs `shadow`
-    num_read_ahead_chunks: int = 0     # of optimizer state on SSD, read in backward when updates wait for step()
+    num_read_ahead_chunks: int = 0     # of optimizer state on SSD, of the first blocks, read in backward
     loss_tiles: LossTiles | None = None   # None: logits are always whole
     stripe: Stripe = ()                # over the SSD directories; empty: evenly

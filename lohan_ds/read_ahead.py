@@ -1,7 +1,9 @@
 """`ReadAhead`: optimizer state that is read before it is known whether, and with what, it will be updated.
 
-In `deferred` mode the drives have nothing to do for updates in backward. What the first updates after step() will need
-is read then, into host memory that is left over. It stays valid over a skipped step, until somebody edits the block.
+What the first blocks' updates will need is read in backward, into host memory that is left over: the next forward
+waits for them. In `deferred` mode the drives have nothing else to do for updates then. In `eager` mode the gradients of
+the first blocks are the last to come; their updates need no reads any more then. What was read stays valid over a
+skipped step, until somebody edits the block.
 """
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from lohan_ds.block import Block, Chunk
 from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.store.block_store import BlockStore
+from lohan_ds.store.io_threads import Urgency
 from lohan_ds.work import Work
 
 
@@ -46,17 +49,15 @@ class ReadAhead:
         return self._ring.count
 
     def open_step(self) -> None:
-        """What was edited before may be read again."""
+        """From now on `advance` reads what is not here yet, from the first block on in forward order; what was edited
+        before may be read again."""
         self._edited.clear()
-
-    def begin(self) -> None:
-        """From the first block on, in forward order, `advance` reads what is not here yet."""
         self._next = 0
 
     def end(self) -> None:
         self._next = None
 
-    def advance(self, may_read: Callable[[int], bool], for_step: int | None) -> bool:
+    def advance(self, may_read: Callable[[int], bool], for_step: int | None, urgency: Urgency = Urgency.AHEAD) -> bool:
         """Starts to read one more chunk; False if there is nothing to read now, or no room. `may_read`: whether a block
         has no update under way. Does not block."""
         self._reading = [work for work in self._reading if not work.done()]
@@ -71,7 +72,8 @@ class ReadAhead:
             if buffer is None:
                 return False
             self._next += 1
-            load = self._store.load_chunk(block.index, chunk, buffer, for_step=for_step, ahead=True)
+            load = self._store.load_chunk(block.index, chunk, buffer, for_step=for_step, urgency=urgency,
+                                          ahead=True)
             self._entries[block.index, chunk.index] = Ahead(buffer, load)
             self._reading.append(load)
             load.on_done(self._on_read)

@@ -7,7 +7,7 @@ O(block), and the drives do not pause between blocks. Between two chunks a block
 earlier: else the next forward would wait for the rest of that one too before it can begin. In `deferred` mode that
 goes on while the next forward runs, which waits, block by block, for what it needs. In `eager` mode it begins in
 backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py). Where host memory is
-left over, `deferred` reads the state of the first blocks ahead in backward (read_ahead.py).
+left over, the state of the first blocks is read ahead in backward (read_ahead.py).
 """
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from lohan_ds.memory.pinned_pool import BufferRing, PinnedPool
 from lohan_ds.read_ahead import ReadAhead
 from lohan_ds.step_protocol import Stage, StepProtocol
 from lohan_ds.store.block_store import BlockStore
+from lohan_ds.store.io_threads import Urgency
 from lohan_ds.work import Work
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ class _Job:
     """A taken block. Belongs to the updating thread."""
     update: BlockUpdate
     speculative: bool
+    left: deque[tuple[Chunk, list[Run]]]   # what is yet to be loaded
+    num_loading: int = 0                   # chunks
     saves: list[Work] = field(default_factory=list)
-    num_open: int = 0         # chunks that are loading
-    all_issued: bool = False
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class _Piece(NamedTuple):
 class Updater:
     """Called from the training thread and from the one that collects gradients; owns the updating thread.
 
-    Under `_condition`: protocol, `_recipes`, `_due`, the counters, `_error`, `_ahead_orders`. The rest is fixed, or
+    Under `_condition`: protocol, `_recipes`, `_due`, counters, `_error`, `_ahead_orders`. The rest is fixed, or
     belongs to the updating thread, which calls `on_span` as (block's name, start, end of time.perf_counter, bytes,
     `for_step`) for each chunk's Adam if somebody wants to know; it is set before the first step.
     """
@@ -95,6 +96,7 @@ class Updater:
         self._shadow = [store.has_shadow(block.index) for block in blocks]
         self._protocol = make_protocol(self._shadow)
         self._condition = threading.Condition()
+        self._num_events = 0                         # grows with whatever somebody may be waiting for
         self._recipes: dict[int, BlockUpdate] = {}   # of blocks that may be taken
         self._due: dict[int, _Due] = {}              # by block
         self._num_publishing = 0
@@ -110,7 +112,6 @@ class Updater:
         self._num_loading = self._ring.count // 2 + 1   # chunks: half are read, half are written, Adam works on one
         self._ahead = ReadAhead(blocks, store, pool, num_read_ahead_chunks, self._wake)   # of the updating thread
         self._ahead_for_step: int | None = None
-        self._reading_ahead = False                  # in the step that is open
         self._ahead_orders: deque[Callable[[], None]] = deque()   # for that thread, to be done before anything else
         self._thread = threading.Thread(target=self._loop, name="lohan-update", daemon=True)
         self._thread.start()
@@ -118,28 +119,19 @@ class Updater:
     # -- events of a step ----------------------------------------------------------------------------------------
 
     def open_step(self, speculate: bool, limit: float, for_step: int | None = None) -> None:
-        """The last backward of a step begins; as `StepProtocol.open_step`. While there is no speculation, state is read
-        ahead."""
+        """The last backward of a step begins; as `StepProtocol.open_step`."""
         with self._condition:
             self._protocol.open_step(speculate, limit)
-            self._ahead_for_step, self._reading_ahead = for_step, False
+            self._ahead_for_step = for_step
             self._ahead_orders.append(self._ahead.open_step)
-            self._condition.notify_all()
-            self._read_ahead_if_idle()
-
-    def _read_ahead_if_idle(self) -> None:
-        if self._ahead.num_chunks and not self._reading_ahead and not self._protocol.speculates:
-            self._reading_ahead = True
-            self._ahead_orders.append(self._ahead.begin)
-            self._condition.notify_all()
+            self._notify()
 
     def gradient_complete(self, update: BlockUpdate, square_sum: float) -> None:
         """All gradients of a block are there; `update` is what its speculation would do."""
         with self._condition:
             self._recipes[update.block.index] = update
             self._protocol.gradient_complete(update.block.index, square_sum)
-            self._read_ahead_if_idle()
-            self._condition.notify_all()
+            self._notify()
 
     def spoil(self, block_index: int, wait: bool = False) -> None:
         """Call *before* a block's gradients, parameters or state change: its speculation is dropped.
@@ -152,7 +144,7 @@ class Updater:
                 return
             if self._ahead.num_chunks:
                 self._ahead_orders.append(functools.partial(self._ahead.drop, block_index))
-                self._condition.notify_all()
+                self._notify()
             self._condition.wait_for(
                 lambda: self._error is not None or self._stopping
                 or (not self._ahead_orders and self._protocol.stage(block_index) is not Stage.DROPPED))
@@ -162,7 +154,7 @@ class Updater:
         with self._condition:
             self._protocol.skip()
             self._ahead_orders.append(self._ahead.end)
-            self._condition.notify_all()
+            self._notify()
 
     def decide(self, updates: Sequence[BlockUpdate], stands: bool) -> None:
         """step() happens: every block of `updates` (forward order) is updated. Reads of them wait from now on.
@@ -180,9 +172,11 @@ class Updater:
             for update, stage in zip(updates, before):
                 if not (stands and stage is Stage.SPECULATING):   # that one goes on with what it has, the same
                     self._recipes[update.block.index] = update
-                self.num_speculated += stands and stage in (Stage.SPECULATING, Stage.SPECULATED)
+                if stands and stage in (Stage.SPECULATING, Stage.SPECULATED):
+                    self.num_speculated += 1
+                    self._store.adopt_speculation(update.block.index)
             self._num_publishing += len(publish)
-            self._condition.notify_all()
+            self._notify()
             error = self._error
         if error is not None:   # since step() looked: nobody else is going to end these updates
             self._fail_due(error)
@@ -201,7 +195,7 @@ class Updater:
             if due is not None and self._due.get(block_index) is due:
                 del self._due[block_index]
             self._num_publishing -= 1
-            self._condition.notify_all()
+            self._notify()
 
     @property
     def num_dropped(self) -> int:
@@ -234,38 +228,58 @@ class Updater:
             self.fail(error)
 
     def _run(self) -> None:
+        """What is loaded is updated first; else one more chunk begins to load; else it waits for either."""
         loading: deque[_Piece] = deque()
-        begun: list[tuple[_Job, Iterator[_Piece]]] = []   # with chunks yet to load; the last one goes on
+        begun: list[_Job] = []   # with chunks yet to load; the last one goes on
         while True:
-            while len(loading) < self._num_loading:
-                job = self._take(begun[-1][0] if begun else None, wait=not loading and not begun)
-                if job is not None:
-                    begun.append((job, self._issue(job)))
-                if not begun:
-                    break
-                job, chunks = begun[-1]
-                piece = next(chunks, None)
-                if piece is not None:
-                    loading.append(piece)
-                if job.all_issued:
-                    begun.pop()
-            if not loading:
-                return   # stopped while there was nothing to do
-            self._process(loading.popleft())
-
-    def _take(self, begun: _Job | None, wait: bool) -> _Job | None:
-        """The next block, one that goes before `begun`; without `wait`, or when stopping, None if there is none now."""
-        begun_index = None if begun is None else begun.update.block.index
-        while True:
-            self._obey_ahead_orders()
             with self._condition:
-                block_index = self._protocol.take(begun_index)
-                if block_index is not None:
-                    return _Job(self._recipes.pop(block_index), self._protocol.stage(block_index) is Stage.SPECULATING)
-                if self._stopping or self._error or not wait:
-                    return None
-                if not self._ahead_orders and not self._ahead.advance(self._is_at_rest, self._ahead_for_step):
-                    self._condition.wait()
+                num_events = self._num_events
+            self._obey_ahead_orders()
+            loaded = next((place for place, piece in enumerate(loading) if piece.load.done()), None)
+            if loaded is not None:
+                piece = loading[loaded]
+                del loading[loaded]
+                self._process(piece)
+            elif not self._load_next(loading, begun):
+                with self._condition:
+                    if (self._stopping or self._error is not None) and not loading and not begun:
+                        return
+                    self._condition.wait_for(lambda: self._num_events != num_events)   # noqa: B023 - at once
+
+    def _load_next(self, loading: deque[_Piece], begun: list[_Job]) -> bool:
+        """Takes a block, begins to load a chunk, or ends a block that is not wanted; False if none of these can be done
+        now."""
+        job = self._take(begun[-1] if begun else None)
+        if job is not None:
+            begun.append(job)
+        if not begun:
+            return False
+        going_on = begun[-1]
+        if not self._wanted(going_on):
+            going_on.left.clear()
+        if going_on.left:
+            piece = self._begin_to_load(going_on, may_read=len(loading) < self._num_loading)
+            if piece is None:
+                return job is not None
+            loading.append(piece)
+        if not going_on.left:
+            begun.pop()
+            self._end_if_done(going_on)
+        return True
+
+    def _take(self, begun: _Job | None) -> _Job | None:
+        """The next block, one that goes before `begun`; None if there is none now."""
+        begun_index = None if begun is None else begun.update.block.index
+        with self._condition:
+            urgency = Urgency.UPDATE if self._protocol.speculates else Urgency.AHEAD
+            while self._ahead.advance(self._is_at_rest, self._ahead_for_step, urgency):
+                pass
+            block_index = self._protocol.take(begun_index)
+            if block_index is None:
+                return None
+            update = self._recipes.pop(block_index)
+            touched = _touched(update, every_chunk=self._shadow[block_index])
+            return _Job(update, self._protocol.stage(block_index) is Stage.SPECULATING, deque(touched))
 
     def _obey_ahead_orders(self) -> None:
         while True:
@@ -278,9 +292,14 @@ class Updater:
             with self._condition:
                 self._ahead_orders.popleft()
 
+    def _notify(self) -> None:
+        """Under `_condition`: something has changed."""
+        self._num_events += 1
+        self._condition.notify_all()
+
     def _wake(self) -> None:
         with self._condition:
-            self._condition.notify_all()
+            self._notify()
 
     def _is_at_rest(self, block_index: int) -> bool:
         return self._protocol.stage(block_index) is Stage.IDLE and block_index not in self._due
@@ -293,34 +312,30 @@ class Updater:
                 raise self._error
             return self._protocol.wanted(job.update.block.index)
 
-    def _issue(self, job: _Job) -> Iterator[_Piece]:
-        """Starts loading one chunk after the other, for as long as the update is wanted."""
-        block_index = job.update.block.index
-        left = deque(_touched(job.update, every_chunk=self._shadow[block_index]))
-        while left and self._wanted(job):
-            chunk, runs = left.popleft()
-            ahead = self._ahead.take(block_index, chunk)
-            if ahead is not None:
-                writable = self._store.writable(block_index, job.speculative)
-                load = writable.then(lambda _, load=ahead.load: load)
-                piece = _Piece(job, chunk, runs, ahead.buffer, load, self._ahead.release)
-            else:
-                buffer = self._ring.acquire()
-                load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
-                piece = _Piece(job, chunk, runs, buffer, load, self._ring.release)
-            job.num_open += 1
-            job.all_issued = not left   # at once: nobody may come back here for long, nor at all
-            yield piece
-        if not job.all_issued:
-            job.all_issued = True
-            self._end_if_done(job)
+    def _begin_to_load(self, job: _Job, may_read: bool) -> _Piece | None:
+        """The next chunk of a block; None if it was not read ahead, and cannot be read now."""
+        block_index, (chunk, runs) = job.update.block.index, job.left[0]
+        ahead = self._ahead.take(block_index, chunk)
+        if ahead is not None:
+            buffer, release = ahead.buffer, self._ahead.release
+            writable = self._store.writable(block_index, job.speculative)
+            load = writable.then(lambda _: ahead.load)
+        else:
+            buffer, release = self._ring.try_acquire() if may_read else None, self._ring.release
+            if buffer is None:
+                return None
+            load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
+        job.left.popleft()
+        job.num_loading += 1
+        load.on_done(self._wake)
+        return _Piece(job, chunk, runs, buffer, load, release)
 
     def _process(self, piece: _Piece) -> None:
         job, update = piece.job, piece.job.update
         arrays = piece.load.wait()
-        job.num_open -= 1
+        job.num_loading -= 1
         if not self._wanted(job):
-            piece.release(piece.buffer)
+            self._release(piece)
             self._end_if_done(job)
             return
         start = time.perf_counter() if self.on_span is not None else 0.0
@@ -337,13 +352,17 @@ class Updater:
             state_bytes = 12 * sum(run.end - run.start for run in piece.runs)
             self.on_span(update.block.name, start, time.perf_counter(), state_bytes, update.for_step)
         save = self._store.save_chunk(update.block.index, piece.chunk, arrays, job.speculative, update.for_step)
-        save.on_done(lambda: piece.release(piece.buffer))
+        save.on_done(lambda: self._release(piece))
         job.saves.append(save)
         self._end_if_done(job)
 
+    def _release(self, piece: _Piece) -> None:
+        piece.release(piece.buffer)
+        self._wake()
+
     def _end_if_done(self, job: _Job) -> None:
         """After a job's last chunk: once its writes have ended, the protocol says what becomes of it."""
-        if not job.all_issued or job.num_open:
+        if job.left or job.num_loading:
             return
         with self._condition:
             self._num_writing += 1
@@ -360,12 +379,12 @@ class Updater:
             if self._error is None:
                 publish = self._protocol.ended(block_index)
                 self._num_publishing += publish
-            self._condition.notify_all()
+            self._notify()
         if publish:
             self._publish(block_index, due)
         with self._condition:
             self._num_writing -= 1
-            self._condition.notify_all()
+            self._notify()
 
     # -- failure and end -----------------------------------------------------------------------------------------
 
@@ -377,7 +396,7 @@ class Updater:
                     logger.error("a later failure of background work: %s", error)
                 return
             self._error = error
-            self._condition.notify_all()
+            self._notify()
         self._fail_due(error)
 
     def _fail_due(self, error: BaseException) -> None:
@@ -398,7 +417,7 @@ class Updater:
         """Ends an update under way at its next chunk; the blocks it did not come to fail. The store is void then."""
         self._stopping = True
         with self._condition:
-            self._condition.notify_all()
+            self._notify()
 
     def close(self) -> None:
         """Ends the thread; idempotent. An update under way is cut as by `stop`."""

@@ -73,6 +73,22 @@ class Work:
             work.on_done(one_done)
         return joint
 
+    @classmethod
+    def first_of(cls, works: Iterable[Work]) -> Work:
+        """A Work that ends, without a failure, once one of `works` has ended, well or not."""
+        first, lock, is_over = cls(), threading.Lock(), False
+
+        def one_done() -> None:
+            nonlocal is_over
+            with lock:
+                is_first, is_over = not is_over, True
+            if is_first:
+                first.finish()
+
+        for work in works:
+            work.on_done(one_done)
+        return first
+
     def then(self, fn: Callable[[Any], Any]) -> Work:
         """A Work for `fn(result)`; `fn` may itself return a Work, which is then awaited. Failures pass through."""
         follow = Work(holds=self)

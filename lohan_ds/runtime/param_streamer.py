@@ -355,12 +355,14 @@ class ParamStreamer:
         residence.state = Residency.RESIDENT
 
     def _record_stalls(self, b: int) -> None:
-        """Waits for a fetch, first for the update that it waits for. What fails is raised by the caller's own wait."""
-        if not self._residence[b].work.done():
-            with stalling(self._recorder, "update"), contextlib.suppress(Exception):
-                self._store.wait_published(b)
+        """Waits for a fetch, and says how much of that was for an update. What fails is raised by the caller's own
+        wait. The fetch may end before the update: its params come from memory then."""
+        fetch = self._residence[b].work
+        if not fetch.done():
+            with stalling(self._recorder, "update"):
+                Work.first_of([fetch, self._store.published(b)]).wait()
             with stalling(self._recorder, "parameters"):
-                self._residence[b].work.exception()
+                fetch.exception()
 
     def _watch(self, b: int) -> None:
         """A resident block that no module computes with: looks go through `_access`, so that no edit is lost."""

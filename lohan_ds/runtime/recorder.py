@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from lohan_ds.step_summary import RESOURCES, Moment, Phase, Span, StepAccount, StepSummary
 
 TRACE_EVERY_STEPS = 100
+_DIGEST_EVERY_SPANS = 64    # in whatever thread comes: step() would have to do all of it at once
 _HIDING = ("forward", "backward")
 _SHORTEST_STALL_S = 1e-4
 _NO_STALL = contextlib.nullcontext()
@@ -41,9 +42,9 @@ _NO_STALL = contextlib.nullcontext()
 class Recorder:
     """Any thread may call `span`, `stall` and `ssd_span`; the rest belongs to the training thread.
 
-    Under `_lock`: all but `_fresh`, to which spans are only appended. `report` gets the line of each final step,
-    `trace_path` the trace, every 100 steps and at `close`; `on_final`, if set, its summary. Keeps the last `max_spans`
-    spans and phases.
+    Under `_lock`: all but `_fresh`, to which spans are only appended, and `_digest_at`. `report` gets the line of each
+    final step, `trace_path` the trace, every 100 steps and at `close`; `on_final`, if set, its summary. Keeps the last
+    `max_spans` spans and phases.
     """
     on_final: Callable[[StepSummary], None] | None = None
 
@@ -52,6 +53,7 @@ class Recorder:
         self._report, self._trace_path, self._max_spans = report, trace_path, max_spans
         self._lock = threading.RLock()
         self._fresh: deque[Span] = deque()                  # not accounted for yet
+        self._digest_at = _DIGEST_EVERY_SPANS               # as many fresh ones
         self._kept: deque[Span] = deque(maxlen=max_spans)   # for the trace
         self._phases: list[Phase] = []                      # without gaps, the last one lasts
         self._accounts = {1: StepAccount(self._hidden_s)}   # of steps that are not final, by our own count
@@ -69,7 +71,7 @@ class Recorder:
              for_step: int | None = None) -> None:
         """Something that has ended, or on a device will. `for_step`: the `step` whose update it is of."""
         self._fresh.append(Span(resource, name, start_s, end_s, nbytes, for_step, self.step))
-        if len(self._fresh) >= self._max_spans:
+        if len(self._fresh) >= self._digest_at:
             self._digest()
 
     def ssd_span(self, verb: str, path: str, start_s: float, end_s: float, nbytes: int, for_step: int | None) -> None:
@@ -218,6 +220,7 @@ class Recorder:
                 account = self._accounts.get(span.window if span.for_step is None else span.for_step)
                 if account is not None:
                     account.add(span)
+            self._digest_at = len(self._fresh) + _DIGEST_EVERY_SPANS
 
     def _finish_steps(self, before: int) -> list[StepSummary]:
         """Ends the accounts of the steps before this one; their summaries, oldest first."""

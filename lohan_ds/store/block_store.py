@@ -196,6 +196,12 @@ class BlockStore:
         else:
             order.announce(self._commits.open, None if order.has_shadow else self._commits.mark_dirty())
 
+    def adopt_speculation(self, block_index: int) -> None:
+        """The speculation on this block, finished or not, is the announced update: who waits for that gets params of it
+        before they are written. Does not block."""
+        order = self._open_block(block_index)[1]
+        self._feeds.adopt(block_index, order.published())
+
     def publish(self, block_index: int) -> None:
         """All chunks are saved (their Works are done): reads may go on. Starts them, does not wait for them.
 
@@ -212,9 +218,13 @@ class BlockStore:
         """
         self._open_block(block_index)[1].fail(error)
 
+    def published(self, block_index: int) -> Work:
+        """Ends once no update of the block is under way; fails with a StepError if the last one failed."""
+        return self._open_block(block_index)[1].published()
+
     def wait_published(self, block_index: int) -> None:
         """Blocks until no update of the block is under way; StepError if the last one failed."""
-        self._open_block(block_index)[1].wait_published()
+        self.published(block_index).wait()
 
     @property
     def chunk_buffer_bytes(self) -> int:
@@ -222,7 +232,7 @@ class BlockStore:
         return max((home.chunk_bytes for home in self._homes if home.block.trainable), default=0)
 
     def load_chunk(self, block_index: int, chunk: Chunk, buffer: Tensor | None, speculative: bool = False,
-                   for_step: int | None = None, ahead: bool = False) -> Work:
+                   for_step: int | None = None, *, urgency: Urgency = Urgency.UPDATE, ahead: bool = False) -> Work:
         """Work of the ChunkArrays of a chunk of the announced update. Does not block. StepError if none is announced.
 
         Kinds on SSD are read into `buffer` (uint8, 4096-aligned, at least `chunk_buffer_bytes`; None if that is 0),
@@ -241,7 +251,7 @@ class BlockStore:
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative, ahead)
         source, target = slots[where.source], slots[where.target]
-        arrays, reads = target.load(chunk, buffer, source, for_step, Urgency.AHEAD if ahead else Urgency.UPDATE)
+        arrays, reads = target.load(chunk, buffer, source, for_step, urgency)
         if target.params is not None or target.state:
             reads.append(where.drained if target is source else where.drained.then(
                 lambda _: Work.of_future(self._shadow_copier.submit(target.copy_host_arrays, chunk, source))))
@@ -263,7 +273,7 @@ class BlockStore:
         """
         slots, order = self._open_block(block_index)
         where = order.update_slots(speculative)
-        feeds, update = not speculative and slots[0].params is None, order.published()
+        feeds, update = slots[0].params is None, None if speculative else order.published()
 
         def save(_: object) -> Work:   # once the commit before is durable, so that no reader is further ahead of it
             if feeds:

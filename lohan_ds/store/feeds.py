@@ -1,8 +1,8 @@
 """`Feeds`: reads of params that wait for an update get them from the update itself.
 
 [Note: feeding] Who waits for the params of an update on SSD gets them chunk by chunk as the update saves them, and has
-them before they are written; the drive is not asked again. If a write fails then, the update fails and the run ends, as
-always.
+them before they are written; the drive is not asked again. What a speculation made and has not written is handed
+out too, once it is known to stand. If a write fails then, the update fails and the run ends, as always.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lohan_ds.work import Work
 
 
 class _Made(NamedTuple):
-    update: Work
+    update: Work | None    # None: of a speculation, so far
     chunk: Chunk
     params: Tensor
 
@@ -67,6 +67,7 @@ class Feeds:
         self._lock = threading.Lock()
         self._feeds: list[list[Feed]] = [[] for _ in range(num_blocks)]   # by block
         self._made: list[dict[int, _Made]] = [{} for _ in range(num_blocks)]   # by block, by chunk
+        self._adopted: list[Work | None] = [None] * num_blocks   # by block, the update that its last speculation became
 
     def add(self, block: Block, out: Tensor, update: Work) -> Feed:
         """`update`: ends when the update that the read waits for is published; done already if there is none."""
@@ -75,17 +76,36 @@ class Feeds:
             return feed
         with self._lock:
             self._feeds[block.index].append(feed)
-            of_update = [made for made in self._made[block.index].values() if made.update is update]
-            complete = any([feed.take(made.chunk, made.params) for made in of_update])
+            complete = self._take_made(feed, block.index)
         if complete:
             feed.end(None)
         return feed
 
-    def give(self, block_index: int, update: Work, chunk: Chunk, params: Tensor) -> None:
-        """To all reads that wait for `update`, and to those that come before `written` is called."""
+    def _take_made(self, feed: Feed, block_index: int) -> bool:
+        of_update = [made for made in self._made[block_index].values() if made.update is feed.update]
+        return any([feed.take(made.chunk, made.params) for made in of_update])
+
+    def adopt(self, block_index: int, update: Work) -> None:
+        """The last speculation on the block stands: it, finished or not, is the update that ends with `update`."""
         with self._lock:
+            self._adopted[block_index] = update
+            of_block = self._made[block_index]
+            of_block.update({place: made._replace(update=update) for place, made in of_block.items()
+                             if made.update is None})
+            complete = [feed for feed in self._feeds[block_index]
+                        if feed.update is update and self._take_made(feed, block_index)]
+        for feed in complete:
+            feed.end(None)
+
+    def give(self, block_index: int, update: Work | None, chunk: Chunk, params: Tensor) -> None:
+        """To all reads that wait for `update`, and to those that come before `written` is called. None: to nobody
+        unless the speculation that made it is adopted."""
+        with self._lock:
+            adopted = self._adopted[block_index]
+            if update is None and adopted is not None and not adopted.done():
+                update = adopted
             self._made[block_index][chunk.index] = _Made(update, chunk, params)
-            feeds = [feed for feed in self._feeds[block_index] if feed.update is update]
+            feeds = [feed for feed in self._feeds[block_index] if feed.update is update]   # none if it is None
         for feed in feeds:
             if feed.take(chunk, params):
                 feed.end(None)

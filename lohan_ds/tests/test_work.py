@@ -63,3 +63,14 @@ def test_an_ended_chain_keeps_no_buffer_alive_without_the_collector():
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_of_several(fails):
+    slow, fast = Work(), Work()
+    first = Work.first_of([slow, fast])
+    assert not first.done()
+    fast.fail(OSError("gone")) if fails else fast.finish(3)
+    assert first.wait() is None
+    slow.finish()
+    assert Work.first_of([slow, Work()]).done()
