@@ -41,8 +41,8 @@ class SideFigures:
     peak_rss_bytes: int
     peak_rss_steps_bytes: int
     cached_share: float | None
-    max_loss_difference: float
-    same_numerics: bool
+    max_loss_difference: float | None    # None: plain torch did not run
+    same_numerics: bool | None
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ class Bound:
         return max(self.compute_s, self.disk_s, self.memory_s)
 
 
-def side_figures(turns: SideTurns, reference: SideTurns, num_params: int, dtype: str) -> SideFigures:
+def side_figures(turns: SideTurns, reference: SideTurns | None, num_params: int, dtype: str) -> SideFigures:
+    """`reference`: plain torch, None if it did not run."""
     steps = [step for turn in turns.turns for step in turn.counted]
     shares = [turn.cached_share for turn in turns.turns if turn.cached_share is not None]
-    difference = max_loss_difference(turns, reference)
+    difference = None if reference is None else max_loss_difference(turns, reference)
     return SideFigures(
         step_s=Spread.of([step.total_s for step in steps]),
         phase_s={phase: statistics.median(step.phase_s[phase] for step in steps) for phase in PHASES},
@@ -71,7 +72,8 @@ def side_figures(turns: SideTurns, reference: SideTurns, num_params: int, dtype:
         peak_rss_bytes=max(turn.peak_rss_bytes for turn in turns.turns),
         peak_rss_steps_bytes=max(turn.peak_rss_steps_bytes for turn in turns.turns),
         cached_share=max(shares) if shares else None,
-        max_loss_difference=difference, same_numerics=difference <= TOLERANCE[dtype])
+        max_loss_difference=difference,
+        same_numerics=None if difference is None else difference <= TOLERANCE[dtype])
 
 
 def losses_of(start: Sequence[Turn]) -> list[float]:
@@ -114,7 +116,10 @@ def refusal(name: str, other: str, sides: Mapping[str, SideTurns], figures: Mapp
     """Why there is no ratio of these two, "" if there is one. A peer that trains differently is only marked."""
     for one in (name, other):
         if one not in figures:
-            return f"{one}: {sides[one].failure or 'plain torch did not run'}"
+            return f"{one}: {sides[one].failure or 'did not run'}"
+    for one in (name, other):
+        if figures[one].same_numerics is None:
+            return "plain torch did not run: nobody knows whether both train alike"
     for one in (name, other):
         if sides[one].side.is_lohan and not figures[one].same_numerics:
             return f"{one} disagrees with plain torch: losses differ by {figures[one].max_loss_difference:.2g}"

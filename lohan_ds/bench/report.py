@@ -23,10 +23,10 @@ class Report:
 
     def __init__(self, results: Results):
         self.results, turns = results, results.turns
-        reference = turns[REFERENCE]
-        ran = [name for name, side in turns.items() if side.rounds and reference.rounds]
+        reference = turns[REFERENCE] if turns[REFERENCE].rounds else None
         self.sides: dict[str, SideFigures] = {
-            name: side_figures(turns[name], reference, results.num_params, results.case.dtype) for name in ran}
+            name: side_figures(side, reference, results.num_params, results.case.dtype)
+            for name, side in turns.items() if side.rounds}
         self.bounds: dict[str, Bound] = {}
         if results.compute.rounds:
             self.bounds = {name: bound_of(figures, results.compute, results.probes, results.num_params)
@@ -48,10 +48,12 @@ class Report:
         for name, figures in self.sides.items():
             if figures.cached_share is not None and figures.cached_share > _CACHED_SHARE:
                 found.append(f"{name} uses the page cache: {figures.cached_share:.0%} of its bytes on disk are in it")
-            if not figures.same_numerics:
+            if figures.same_numerics is False:
                 found.append(f"{name}: numerics differ from plain torch, losses by up to "
                              f"{figures.max_loss_difference:.2g} (rounding makes up to {TOLERANCE[case.dtype]:g})")
-        if REFERENCE in self.sides:
+        if REFERENCE not in self.sides:
+            found.append("plain torch did not run: no losses to compare with, so there are figures, but no ratios")
+        else:
             fall = loss_fall(turns[REFERENCE])
             if fall < _VISIBLE_FALL * TOLERANCE[case.dtype]:
                 found.append(f"the loss of plain torch fell by {fall:.2g} only: too little to see by the losses "
@@ -61,8 +63,8 @@ class Report:
         return found
 
     def lohan_is_right(self) -> bool:
-        """No side of lohan failed or disagrees with plain torch."""
-        return all(name in self.sides and self.sides[name].same_numerics and not turns.failure
+        """No side of lohan failed, or disagrees with plain torch if that ran."""
+        return all(name in self.sides and self.sides[name].same_numerics is not False and not turns.failure
                    for name, turns in self.results.turns.items() if turns.side.is_lohan)
 
     def ratio_of(self, name: str, other: str):
@@ -100,7 +102,7 @@ class Report:
             return found
         figures = self.sides[name]
         found.update(asdict(figures), tokens_per_s=self.results.case.tokens_per_step / figures.step_s.median,
-                     numerics="same" if figures.same_numerics else "differ",
+                     numerics={True: "same", False: "differ", None: None}[figures.same_numerics],
                      samples_s=[[step.total_s for step in turn.counted] for turn in turns.turns])
         if name in self.bounds:
             bound = self.bounds[name]
@@ -135,7 +137,8 @@ class Report:
                 table.add_row(name, "did not run")
                 continue
             step, bound = figures.step_s, self.bounds.get(name)
-            mark = "" if figures.same_numerics else " numerics differ"
+            difference = "-" if figures.max_loss_difference is None else f"{figures.max_loss_difference:.1e}"
+            mark = " numerics differ" if figures.same_numerics is False else ""
             cached = figures.cached_share or 0
             table.add_row(
                 name, f"{step.median:.2f} ({step.lowest:.2f}-{step.highest:.2f})",
@@ -143,7 +146,7 @@ class Report:
                 f"{figures.cpu_s:.2f}", f"{self.results.case.tokens_per_step / step.median:.0f}",
                 f"{figures.read_bytes_per_param:.1f}+{figures.written_bytes_per_param:.1f}"
                 + (" cached" if cached > _CACHED_SHARE else ""),
-                f"{figures.peak_rss_bytes / 1e9:.2f}", f"{figures.max_loss_difference:.1e}{mark}",
+                f"{figures.peak_rss_bytes / 1e9:.2f}", f"{difference}{mark}",
                 f"{step.median / bound.lower_s:.2f}" if bound else "-")
         return table
 

@@ -20,13 +20,11 @@ An edit of a lent tensor, in a unit's own forward, is in the store already; its 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import logging
 import threading
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,8 +34,10 @@ from torch.utils._pytree import tree_leaves
 from lohan_ds.block import Block
 from lohan_ds.errors import StepError
 from lohan_ds.runtime.fetch_buffers import DeviceFetchBuffers, HostFetchBuffers, StagingRing
+from lohan_ds.runtime.param_edits import ParamEdits
 from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.released_parameter import mark_released, mark_resident, mark_watched
+from lohan_ds.runtime.residence import Residence, Residency
 from lohan_ds.runtime.saved_weights import SavedWeights
 from lohan_ds.runtime.streams import Streams
 from lohan_ds.store.block_store import BlockStore
@@ -51,27 +51,6 @@ class Unit(NamedTuple):
     name: str
     module: nn.Module
     blocks: tuple[int, ...]
-
-
-class Residency(enum.Enum):
-    OFFLOADED = 0
-    FETCHING = 1
-    RESIDENT = 2
-
-
-class _Residence:
-    """Where one block is right now. Touched by the training thread (and autograd's) under the streamer's lock."""
-
-    def __init__(self) -> None:
-        self.state = Residency.OFFLOADED
-        self.buffer: Tensor | None = None    # (numel,) block dtype, device
-        self.is_lent = False                 # the buffer is the store's own tensor
-        self.work: Work | None = None        # of the fetch; its result is an Event or None
-        self.version = 0                     # grows with every change that `_version` of its parameters does not show
-        self.num_running = 0                 # units whose forward is running and needs it
-        self.num_gathered = 0                # GatheredParameters contexts that hold it
-        self.seen_versions: list[int] = []   # torch's in-place version of each parameter when fetched
-        self.looked_at = False               # its memory was handed out: edits there leave no trace
 
 
 class ParamStreamer:
@@ -92,11 +71,12 @@ class ParamStreamer:
         self._store, self._streams, self._device = store, streams, device
         self._prefetch_depth = prefetch_depth
         self._recorder = recorder
-        self._on_edit, self._check_background, self._set_status = on_edit, check_background, set_status
+        self._check_background, self._set_status = check_background, set_status
         self._lock = threading.RLock()
-        self._residence = [_Residence() for _ in blocks]
+        self._residence = [Residence() for _ in blocks]
+        self._edits = ParamEdits(blocks, params, self._residence, store, on_edit)
         self.saved = SavedWeights(self._residence, self._finish, lambda b: blocks[b].name,
-                                  self._in_place_version, self._lock)
+                                  self._edits.in_place_version, self._lock)
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
         largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
         planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
@@ -145,7 +125,7 @@ class ParamStreamer:
             for b in self._units[index].blocks:
                 residence = self._residence[b]
                 if residence.state is Residency.RESIDENT and not residence.num_running and not _in_backward():
-                    self._write_back_edits(b)   # made before this forward, so that its graph is not stale
+                    self._edits.write_back(b)   # made before this forward, so that its graph is not stale
                 residence.num_running += 1
             self._enter(index)
 
@@ -379,7 +359,7 @@ class ParamStreamer:
         """Drops a resident block unless a running unit or a GatheredParameters context holds it."""
         residence = self._residence[b]
         if residence.state is Residency.RESIDENT and not residence.num_running and not residence.num_gathered:
-            self._write_back_edits(b)
+            self._edits.write_back(b)
             self._drop(b)
 
     def _forget(self, b: int) -> None:
@@ -391,7 +371,7 @@ class ParamStreamer:
             self._give_buffer(residence)
         self._release(b)
 
-    def _give_buffer(self, residence: _Residence) -> None:
+    def _give_buffer(self, residence: Residence) -> None:
         buffer, residence.buffer = residence.buffer, None
         if buffer is not None and not residence.is_lent:
             self.buffers.give(buffer)
@@ -467,36 +447,7 @@ class ParamStreamer:
         """Ahead of a read from the store: edits of the block, if it is resident, get there."""
         with self._lock:
             if self._residence[b].state is Residency.RESIDENT:
-                self._write_back_edits(b)
-
-    def _write_back_edits(self, b: int) -> None:
-        """User code may change a parameter in place while it is resident; the store then gets the new values."""
-        residence, block = self._residence[b], self._blocks[b]
-        edits, is_traced = [], True
-        for slot, (info, param, seen) in enumerate(zip(block.slots, self._params[b], residence.seen_versions)):
-            in_buffer = residence.buffer[info.offset:info.offset + info.numel]
-            with torch._C.DisableTorchFunctionSubclass():   # this is no look
-                values, version = param.data.reshape(-1), param._version
-            moved = values.data_ptr() != in_buffer.data_ptr()
-            if not (moved or residence.looked_at or version != seen):
-                continue
-            if residence.is_lent and not moved:
-                edits.append((slot, values.clone()))   # of the store's tensor: nothing is left to compare with
-            else:
-                stored = torch.empty(info.numel, dtype=in_buffer.dtype)
-                self._store.read_array(b, "param", info.offset, stored)
-                if values.shape != in_buffer.shape:
-                    raise StepError(f"parameter {info.name} was replaced by a tensor of {values.numel()} elements, "
-                                    f"{info.numel} needed; change values in place instead")
-                values = values.to(device="cpu", dtype=in_buffer.dtype)
-                if torch.equal(values.view(torch.uint8), stored.view(torch.uint8)):
-                    continue
-                edits.append((slot, values.clone()))
-            is_traced &= version != seen and not moved
-        for slot, values in edits:
-            self._on_edit(b, slot, values)
-        if not is_traced:
-            residence.version += 1
+                self._edits.write_back(b)
 
     # -- saved tensors -------------------------------------------------------------------------------------------
 
@@ -504,26 +455,10 @@ class ParamStreamer:
         """Context for a forward, or a backward that computes forwards again."""
         return self.saved.hooks()
 
-    def weights_version(self, index: int) -> tuple[tuple[int, ...], ...]:
+    def weights_version(self, index: int) -> tuple[Hashable, ...]:
         """Changes with every update and edit of a weight of this unit, those included that leave no trace."""
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
-            for b in self._units[index].blocks:
-                if self._residence[b].state is Residency.RESIDENT and not self._residence[b].num_running:
-                    self._write_back_edits(b)
-            return tuple((self._residence[b].version, *(p._version for p in self._params[b]))
-                         for b in self._units[index].blocks)
-
-    def _in_place_version(self, b: int, offset: int) -> int:
-        """torch's, of the parameter at this offset of the block. One that was given other memory (`param.data = ...`)
-        is written back first: `version` shows it then."""
-        slots, residence = self._blocks[b].slots, self._residence[b]
-        slot = bisect_right(slots, offset, key=lambda slot: slot.offset) - 1
-        with torch._C.DisableTorchFunctionSubclass():
-            param = self._params[b][slot]
-            if residence.state is Residency.RESIDENT and not residence.num_running and (
-                    param.data_ptr() != residence.buffer.data_ptr() + slots[slot].offset * residence.buffer.itemsize):
-                self._write_back_edits(b)
-            return param._version
+        with self._lock:
+            return tuple(self._edits.version(b) for b in self._units[index].blocks)
 
 
 def _in_backward() -> bool:

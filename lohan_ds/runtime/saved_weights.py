@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lohan_ds.errors import StepError
 from lohan_ds.runtime.released_parameter import ReleasedParameter
+from lohan_ds.runtime.residence import Residence
 
 
 class SavedWeight(NamedTuple):
@@ -37,12 +38,6 @@ class WeightHooks(NamedTuple):
     unpack: Callable[[Any], Tensor]             # the reverse; what it does not know it returns as it is
     version: Callable[[int], Hashable]          # of a unit, by index: changes whenever one of its weights does
     running_again: Callable[[int], contextlib.AbstractContextManager[None]]   # around a unit's forward in backward
-
-
-class Residence(Protocol):
-    """Of a block: what is needed of it here."""
-    buffer: Tensor | None     # (numel,) block dtype, device
-    version: int              # grows with every change of the block that torch's in-place versions do not show
 
 
 class SavedWeights:

@@ -351,11 +351,19 @@ def test_a_side_that_did_not_run_is_in_every_table_with_the_reason():
     assert len(report.tables()) > 3
 
 
-def test_without_plain_torch_nothing_is_compared():
+def test_without_plain_torch_there_are_figures_and_nothing_is_compared():
     failed = SideTurns(Side("torch", "torch"), [[]], failure="no memory")
-    found = Report(make_results(failed, make_side("lohan-ssd", make_turn([1.0])))).as_json()
-    assert found["ratio"] == {"torch": {"lohan-ssd": None}, "lohan-ssd": {"torch": None}}
+    report = Report(make_results(failed, make_side("lohan-ssd", make_turn([1.0]), make_turn([3.0])),
+                                 make_side("zero3-cpu", make_turn([2.0]))))
+    found = report.as_json()
+    assert all(ratio is None for row in found["ratio"].values() for ratio in row.values())
     assert found["refused"]["torch"]["lohan-ssd"] == "torch: no memory"
+    assert "plain torch did not run" in found["refused"]["lohan-ssd"]["zero3-cpu"]
+    assert any(note.startswith("plain torch did not run") for note in found["notes"])
+    side = found["sides"]["lohan-ssd"]
+    assert side["step_s"]["median"] == 2.0 and side["bound"]["ratio"] > 0
+    assert side["numerics"] is None and side["max_loss_difference"] is None
+    assert len(report.tables()) > 3 and report.lohan_is_right()
 
 
 @pytest.mark.parametrize(("losses", "failure", "right"), [(None, "", True), (WRONG, "", False),
