@@ -48,7 +48,7 @@ def check_bits(engine, make_model, steps=2):
     twin.close()
 
 
-def test_blocks_are_placed_one_by_one_and_items_where_the_length_is_known(tmp_path, measured):
+def test_blocks_are_placed_one_by_one_and_items_where_the_length_is_known(tmp_path, measured, capsys):
     model = six_layers()
     config = config_of(tmp_path, host_memory="20MB", sequence_length=16)
     with engine_for(model, config, model_parameters=model.parameters()) as engine:
@@ -59,6 +59,8 @@ def test_blocks_are_placed_one_by_one_and_items_where_the_length_is_known(tmp_pa
         assert file.hardware == replace(UNIFIED, host_bytes=20 * 10**6, device_bytes=20 * 10**6,
                                         ssd_bytes=file.hardware.ssd_bytes)
         assert engine.offload.run_plan.remark == ""
+        page = capsys.readouterr().out
+        assert "FITS" in page and "what if" in page
         check_bits(engine, six_layers)
 
 

@@ -78,11 +78,13 @@ class LohanEngine(DeepSpeedEngine):
         if self.offload is not None:
             if self.global_rank == 0:
                 _announce(self.offload.plan_table)
-                file, remark = self.offload.run_plan.file, self.offload.run_plan.remark
-                if file is not None and file.predicted is not None:
-                    _announce(prediction_text(file))
-                if remark:
-                    _announce(f"lohan plan: {remark}")
+                run_plan = self.offload.run_plan
+                if run_plan.page_text is not None:
+                    _announce(run_plan.page_text())
+                elif run_plan.file is not None and run_plan.file.predicted is not None:
+                    _announce(prediction_text(run_plan.file))
+                if run_plan.remark:
+                    _announce(f"lohan plan: {run_plan.remark}")
             if self.offload.is_durable:
                 self._begin_or_resume()
 

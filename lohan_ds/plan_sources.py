@@ -1,6 +1,7 @@
 """Plans that are not made of bytes alone: from a file of the user's, or from the rates of this machine."""
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,6 +73,7 @@ class RatedPlan(NamedTuple):
     file: PlanFile | None
     profile: ModelProfile | None
     remark: str                    # for the user: what kept the plan from being a better one
+    page_text: Callable[[], str] | None = None   # what `lohan plan` says of it, where all of a step is known
 
 
 def may_plan_by_rates(config: LohanConfig, plan: OffloadPlan) -> bool:
@@ -100,17 +102,21 @@ def plan_by_rates(plan: OffloadPlan, config: LohanConfig, size: ModelSize, unit_
         profile = without_activations(size, unit_names)
     updates = (config.update,) if config.update else ("deferred",) if facts.clips else ("eager", "deferred")
     share = 1.0 if any(unit.items for unit in profile.units) else LUXURY_HOST_SHARE[budgets.unified]
-    file = automatic_plan(profile, _within(hardware, budgets, share), accumulation, updates, config.prefetch_depth,
-                          "this run's model")
-    better = None if file is None else offload_plan(file, size.blocks, unit_names, accumulation, None, "automatic plan")
-    better = better and replace(better, loss_tiles=plan.loss_tiles)
+    found = automatic_plan(profile, _within(hardware, budgets, share), accumulation, updates, config.prefetch_depth,
+                           "this run's model")
+    better = None
+    if found is not None:
+        better = offload_plan(found.file, size.blocks, unit_names, accumulation, None, "automatic plan")
+        better = replace(better, loss_tiles=plan.loss_tiles)
     if better is None or not fits(size, better, budgets):
         return RatedPlan(plan, None, None, "a plan by speed found no room, so bytes alone decide")
     if config.update is None and better.update == "deferred":
         better = with_shadow_slots(size, better, budgets)
     left_over = with_read_ahead(size, better, budgets).num_read_ahead_chunks
     better = replace(better, num_read_ahead_chunks=max(better.num_read_ahead_chunks, left_over))
-    return RatedPlan(better, file, profile, remark)
+    knows_compute = any(unit.items for unit in profile.units)
+    page_text = functools.partial(found.page_text, len(config.ssd_paths), facts.clips) if knows_compute else None
+    return RatedPlan(better, found.file, profile, remark, page_text)
 
 
 def _profile(config: LohanConfig, size: ModelSize, facts: RunFacts,

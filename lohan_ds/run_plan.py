@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ class RunPlan(NamedTuple):
     file: PlanFile | None = None   # that the plan was made from
     profile: ModelProfile | None = None   # what the plan of the file was made with, if that is known
     remark: str = ""               # for the user: what kept the automatic plan from being a better one
+    page_text: Callable[[], str] | None = None   # what `lohan plan` says of it; None if that is not known
 
 
 def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int, device: torch.device,
@@ -85,7 +86,8 @@ def plan_run(model: nn.Module, config: LohanConfig, group_of, accumulation: int,
     rated = plan_by_rates(plan, config, model_size(model_blocks), _unit_names(model_blocks), accumulation, facts,
                           device, budgets)
     plan = _with_stripe(rated.plan, (), size, config, device, existing)
-    return RunPlan(model_blocks, plan, budgets, model_bytes, rated.file, rated.profile, rated.remark)
+    return RunPlan(model_blocks, plan, budgets, model_bytes, rated.file, rated.profile, rated.remark,
+                   rated.page_text)
 
 
 def _with_stripe(plan: OffloadPlan, given: Stripe, size: ModelSize, config: LohanConfig, device: torch.device,

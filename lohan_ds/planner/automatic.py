@@ -3,15 +3,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lohan_ds.errors import CapacityError
-from lohan_ds.planner.outlook import RUNTIME_PARAM_TIERS
+from lohan_ds.planner.machines import Machine
+from lohan_ds.planner.outlook import RUNTIME_PARAM_TIERS, Request, outlook_of
 from lohan_ds.planner.placement import Placement, group
 from lohan_ds.planner.plan_file import PlanFile, block_names
 from lohan_ds.planner.plan_layout import lay_out
 from lohan_ds.planner.program import solve
-from lohan_ds.planner.solution import Batch, Choices
+from lohan_ds.planner.solution import Batch, Choices, Solution
 from lohan_ds.planner.time_model import FULL_PREFETCH_DEPTH, UpdateOrder
 from lohan_ds.profile import HardwareProfile, ModelProfile, ModelSize, UnitProfile
 
@@ -22,8 +23,28 @@ def without_activations(size: ModelSize, unit_names: Sequence[str]) -> ModelProf
     return ModelProfile(size, units, micro_batch=1, sequence_length=1)
 
 
+@dataclass(frozen=True)
+class AutomaticPlan:
+    """What was found, and what it was found with."""
+    file: PlanFile
+    solution: Solution
+    choices: Choices
+    model: ModelProfile
+    hardware: HardwareProfile
+
+    def page_text(self, num_ssds: int, clips: bool) -> str:
+        """What `lohan plan` says of it."""
+        from lohan_ds.planner.page import make_page
+        from lohan_ds.planner.page_text import page_text
+        (batch,) = self.choices.batches
+        request = Request(batch, clips)
+        outlook = outlook_of(self.solution, self.model, self.hardware, num_ssds, request, self.choices)
+        machine = Machine(self.hardware, "this machine", num_ssds, 0, {})
+        return page_text(make_page(self.file.model, self.model, machine, outlook))
+
+
 def automatic_plan(model: ModelProfile, hardware: HardwareProfile, accumulation: int, updates: tuple[UpdateOrder, ...],
-                   prefetch_depth: int | None, model_name: str) -> PlanFile | None:
+                   prefetch_depth: int | None, model_name: str) -> AutomaticPlan | None:
     """None if nothing fits. `prefetch_depth`: None if that is open."""
     depths = (FULL_PREFETCH_DEPTH, 1, 0) if prefetch_depth is None else (prefetch_depth,)
     choices = Choices((Batch(model.micro_batch, accumulation),), updates, depths, param_tiers=RUNTIME_PARAM_TIERS)
@@ -31,7 +52,7 @@ def automatic_plan(model: ModelProfile, hardware: HardwareProfile, accumulation:
         solution = solve(model, hardware, choices)
     except CapacityError:
         return None
-    return lay_out(solution, model, hardware, model_name)
+    return AutomaticPlan(lay_out(solution, model, hardware, model_name), solution, choices, model, hardware)
 
 
 def plan_at_rates(file: PlanFile, hardware: HardwareProfile, model: ModelProfile) -> PlanFile | None:

@@ -65,6 +65,12 @@ def look_ahead(model: ModelProfile, hardware: HardwareProfile, num_ssds: int, re
     except CapacityError:
         lack = shortage(model, hardware, choices)
         return Outlook(request, None, None, (), lack, solve(model, lack.hardware, lack.choices))
+    return outlook_of(solution, model, hardware, num_ssds, request, choices)
+
+
+def outlook_of(solution: Solution, model: ModelProfile, hardware: HardwareProfile, num_ssds: int, request: Request,
+               choices: Choices) -> Outlook:
+    """Of what was found with these choices."""
     other: UpdateOrder = "eager" if solution.schedule.update == "deferred" else "deferred"
     return Outlook(request, solution, _other_update(model, hardware, choices, other),
                    tuple(what_if(model, hardware, choices, solution, num_ssds)), None, None)

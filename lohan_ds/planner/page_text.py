@@ -15,7 +15,7 @@ POLICIES = {"keep": "kept on the device", "host": "swapped to the host", "ssd": 
 TIME_MODEL = ("Seconds are what the busiest resource of each phase takes, without latency and without the filling and "
               "draining of pipelines.")
 PLACEMENT = ("Parameters and optimizer state lie on the host or the SSD, as the runtime carries it out today; "
-             "--device-parameters plans with parameters that stay on the device too.")
+             "`lohan plan --device-parameters` plans with parameters that stay on the device too.")
 DEVICE_PARAMETERS = "Parameters may stay on the device in this plan. The runtime does not carry that out yet."
 
 
@@ -120,7 +120,7 @@ def _traffic(plan: StepFacts) -> list[str]:
         life = (f"; rated for {ssd.rated_write_bytes / 1e12:,.0f} TB written, the drives last {ssd.life_steps:,.0f} "
                 f"steps, {ssd.life_days:,.0f} days without a break")
     else:
-        life = "; drive life unknown: --tbw" if ssd.write_bytes_per_step else ""
+        life = "; drive life unknown: `lohan plan --tbw`" if ssd.write_bytes_per_step else ""
     return wrap(line + life, WIDTH)
 
 

@@ -19,7 +19,7 @@ SLOW, FAST = (machine(device_bytes=35 * MB, device_flops_per_s=1e13, h2d_bytes_p
 
 
 def plan_of(hardware, accumulation=1, updates=("deferred",)):
-    return automatic_plan(MODEL, hardware, accumulation, updates, None, "small")
+    return automatic_plan(MODEL, hardware, accumulation, updates, None, "small").file
 
 
 def summary(step=1, total=1.0, busy=0.5, **nbytes):
