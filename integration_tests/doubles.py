@@ -68,8 +68,10 @@ def make_batches(model, num_steps, accumulation=1, seed=0):
 
 
 class SlowWrites(ThreadSsdIo):
+    seconds = 0.002   # more, where the write must still be under way when others are there, on a busy machine too
+
     def _pwrite(self, fd, view, offset):
-        time.sleep(0.002)
+        time.sleep(self.seconds)
         return super()._pwrite(fd, view, offset)
 
 

@@ -764,6 +764,7 @@ def test_one_forgotten_rule_gives_other_bits(sabotage, dtype, tmp_path, monkeypa
     """Or bytes read while they are written, which the checksums find."""
     if sabotage is not None:
         sabotage(monkeypatch)
+        monkeypatch.setattr(SlowWrites, "seconds", 0.02)
     use_doubles(monkeypatch, make_io=SlowWrites)
     use_plan(monkeypatch, num_chunk_buffers=1, num_read_ahead_chunks=0)   # so that buffers are used again at once
     twin = Twin(OddModel(), None, DTYPES[dtype], **LR)

@@ -71,6 +71,7 @@ def test_an_update_not_waited_for_gives_other_bits(update_is_waited_for, dtype, 
         enter_read = BlockOrder._enter_read
         monkeypatch.setattr(BlockOrder, "_enter_read",
                             lambda self: (Work.completed(self.current_slot()), enter_read(self)[1]))
+        monkeypatch.setattr(SlowWrites, "seconds", 0.02)
     use_doubles(monkeypatch, make_io=SlowWrites)
     model = OddModel()
     batches = make_batches(model, 3)

@@ -24,13 +24,13 @@ Invariants (tests/test_step_protocol.py draws random orders of events):
   4. a dropped result is never published, and a block is not taken again before its dropped update has ended;
   5. due blocks are taken step by step, in forward order, before any speculation; only blocks begun as speculations may
      still be under way then, and are interrupted for earlier ones. A block of an earlier step gives way to none of a
-     later one: its writes may be what theirs wait for.
+     later one: its writes may be what theirs wait for. Only `take_aside` is free to choose, within a step.
 """
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class Stage(enum.Enum):
@@ -175,6 +175,25 @@ class StepProtocol:
             return None
         block = self._ready.pop()
         self._stages[block] = Stage.SPECULATING
+        return block
+
+    def take_aside(self, begun: int, may_take: Callable[[int], bool]) -> int | None:
+        """Another block, to be updated while `begun` waits for something that this one does not need: the first in
+        order that `may_take`, of the same step. As `take` otherwise."""
+        stage = self._stages[begun]
+        if stage is Stage.UPDATING:
+            block = next((block for block in self._due if self._stages[block] is Stage.DUE
+                          and self._place[block][0] == self._place[begun][0] and may_take(block)), None)
+            if block is not None:
+                self._due.remove(block)
+                self._stages[block] = Stage.UPDATING
+            return block
+        if stage is not Stage.SPECULATING or self._due or not self._speculate:
+            return None
+        block = next((block for block in reversed(self._ready) if may_take(block)), None)
+        if block is not None:
+            self._ready.remove(block)
+            self._stages[block] = Stage.SPECULATING
         return block
 
     def wanted(self, block: int) -> bool:

@@ -6,8 +6,9 @@ chunk by chunk over the store.
 O(block), and the drives do not pause between blocks. Between two chunks a block gives way to one that is needed
 earlier: else the next forward would wait for the rest of that one too before it can begin. In `deferred` mode that
 goes on while the next forward runs, which waits, block by block, for what it needs. In `eager` mode it begins in
-backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py). Where host memory is
-left over, the state of the first blocks is read ahead in backward (read_ahead.py).
+backward, on blocks with a shadow slot (see [Note: the protocol of a step] in step_protocol.py). While a block waits for
+the drives, one that lies in host memory is updated beside it. Where host memory is left over, the state of the first
+blocks is read ahead in backward (read_ahead.py).
 """
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class _Piece(NamedTuple):
     job: _Job
     chunk: Chunk
     runs: list[Run]
-    buffer: Tensor            # (chunk_buffer_bytes,) uint8
+    buffer: Tensor | None     # (chunk_buffer_bytes,) uint8; None if nothing of the block lies on SSD
     load: Work
     release: Callable[[Tensor], None]   # where the buffer goes back to
 
@@ -94,6 +95,7 @@ class Updater:
         self._store = store
         self._num_threads = num_threads              # of Adam; torch's number when None
         self._shadow = [store.has_shadow(block.index) for block in blocks]
+        self._uses_drive = [store.uses_drive(block.index) for block in blocks]
         self._protocol = make_protocol(self._shadow)
         self._condition = threading.Condition()
         self._num_events = 0                         # grows with whatever somebody may be waiting for
@@ -112,6 +114,9 @@ class Updater:
         self._num_loading = self._ring.count // 2 + 1   # chunks: half are read, half are written, Adam works on one
         self._ahead = ReadAhead(blocks, store, pool, num_read_ahead_chunks, self._wake)   # of the updating thread
         self._ahead_for_step: int | None = None
+        self._loading: deque[_Piece] = deque()
+        self._begun: list[_Job] = []   # with chunks yet to load; the last one goes on
+        self._aside: _Job | None = None
         self._ahead_orders: deque[Callable[[], None]] = deque()   # for that thread, to be done before anything else
         self._thread = threading.Thread(target=self._loop, name="lohan-update", daemon=True)
         self._thread.start()
@@ -229,42 +234,61 @@ class Updater:
 
     def _run(self) -> None:
         """What is loaded is updated first; else one more chunk begins to load; else it waits for either."""
-        loading: deque[_Piece] = deque()
-        begun: list[_Job] = []   # with chunks yet to load; the last one goes on
         while True:
             with self._condition:
                 num_events = self._num_events
             self._obey_ahead_orders()
-            loaded = next((place for place, piece in enumerate(loading) if piece.load.done()), None)
+            loaded = next((place for place, piece in enumerate(self._loading) if piece.load.done()), None)
             if loaded is not None:
-                piece = loading[loaded]
-                del loading[loaded]
+                piece = self._loading[loaded]
+                del self._loading[loaded]
                 self._process(piece)
-            elif not self._load_next(loading, begun):
+            elif not self._load_next() and not self._load_aside():
                 with self._condition:
-                    if (self._stopping or self._error is not None) and not loading and not begun:
+                    if (self._stopping or self._error is not None) and not (
+                            self._loading or self._begun or self._aside):
                         return
                     self._condition.wait_for(lambda: self._num_events != num_events)   # noqa: B023 - at once
 
-    def _load_next(self, loading: deque[_Piece], begun: list[_Job]) -> bool:
+    def _load_next(self) -> bool:
         """Takes a block, begins to load a chunk, or ends a block that is not wanted; False if none of these can be done
         now."""
-        job = self._take(begun[-1] if begun else None)
+        job = self._take(self._begun[-1] if self._begun else None)
         if job is not None:
-            begun.append(job)
-        if not begun:
+            self._begun.append(job)
+        if not self._begun:
             return False
-        going_on = begun[-1]
-        if not self._wanted(going_on):
-            going_on.left.clear()
-        if going_on.left:
-            piece = self._begin_to_load(going_on, may_read=len(loading) < self._num_loading)
-            if piece is None:
-                return job is not None
-            loading.append(piece)
+        going_on = self._begun[-1]
+        if not self._load_chunk_of(going_on):
+            return job is not None
         if not going_on.left:
-            begun.pop()
-            self._end_if_done(going_on)
+            self._begun.pop()
+        return True
+
+    def _load_aside(self) -> bool:
+        """While the block that goes on waits for the drives, one that does not need them does, a chunk at a time."""
+        if self._aside is None and self._begun:
+            with self._condition:
+                block_index = self._protocol.take_aside(self._begun[-1].update.block.index, self._needs_no_drive)
+                self._aside = None if block_index is None else self._job_of(block_index)
+        if self._aside is None or any(piece.job is self._aside for piece in self._loading):
+            return False
+        self._load_chunk_of(self._aside)
+        if not self._aside.left:
+            self._aside = None
+        return True
+
+    def _load_chunk_of(self, job: _Job) -> bool:
+        """Its next chunk, if it is still wanted; False if that cannot be done now."""
+        if not self._wanted(job):
+            job.left.clear()
+        if job.left:
+            piece = self._begin_to_load(job)
+            if piece is None:
+                return False
+            self._loading.append(piece)
+        if not job.left:
+            self._end_if_done(job)
         return True
 
     def _take(self, begun: _Job | None) -> _Job | None:
@@ -275,11 +299,13 @@ class Updater:
             while self._ahead.advance(self._is_at_rest, self._ahead_for_step, urgency):
                 pass
             block_index = self._protocol.take(begun_index)
-            if block_index is None:
-                return None
-            update = self._recipes.pop(block_index)
-            touched = _touched(update, every_chunk=self._shadow[block_index])
-            return _Job(update, self._protocol.stage(block_index) is Stage.SPECULATING, deque(touched))
+            return None if block_index is None else self._job_of(block_index)
+
+    def _job_of(self, block_index: int) -> _Job:
+        """Under `_condition`: of a block that was taken just now."""
+        update = self._recipes.pop(block_index)
+        touched = _touched(update, every_chunk=self._shadow[block_index])
+        return _Job(update, self._protocol.stage(block_index) is Stage.SPECULATING, deque(touched))
 
     def _obey_ahead_orders(self) -> None:
         while True:
@@ -301,6 +327,9 @@ class Updater:
         with self._condition:
             self._notify()
 
+    def _needs_no_drive(self, block_index: int) -> bool:
+        return not self._uses_drive[block_index]
+
     def _is_at_rest(self, block_index: int) -> bool:
         return self._protocol.stage(block_index) is Stage.IDLE and block_index not in self._due
 
@@ -312,7 +341,7 @@ class Updater:
                 raise self._error
             return self._protocol.wanted(job.update.block.index)
 
-    def _begin_to_load(self, job: _Job, may_read: bool) -> _Piece | None:
+    def _begin_to_load(self, job: _Job) -> _Piece | None:
         """The next chunk of a block; None if it was not read ahead, and cannot be read now."""
         block_index, (chunk, runs) = job.update.block.index, job.left[0]
         ahead = self._ahead.take(block_index, chunk)
@@ -321,9 +350,12 @@ class Updater:
             writable = self._store.writable(block_index, job.speculative)
             load = writable.then(lambda _: ahead.load)
         else:
-            buffer, release = self._ring.try_acquire() if may_read else None, self._ring.release
-            if buffer is None:
-                return None
+            buffer, release = None, self._ring.release
+            if not self._needs_no_drive(block_index):
+                num_reading = sum(piece.buffer is not None for piece in self._loading)
+                buffer = self._ring.try_acquire() if num_reading < self._num_loading else None
+                if buffer is None:
+                    return None
             load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
         job.left.popleft()
         job.num_loading += 1
@@ -357,7 +389,8 @@ class Updater:
         self._end_if_done(job)
 
     def _release(self, piece: _Piece) -> None:
-        piece.release(piece.buffer)
+        if piece.buffer is not None:
+            piece.release(piece.buffer)
         self._wake()
 
     def _end_if_done(self, job: _Job) -> None:

@@ -186,6 +186,10 @@ class BlockStore:
         home = self._open_block(block_index)[0][0]
         return home.state_files is not None or (home.param_files is not None and not home.block.has_separate_master)
 
+    def uses_drive(self, block_index: int) -> bool:
+        """Whether anything of this block lies on SSD."""
+        return bool(self._open_block(block_index)[0][0].all_files)
+
     def announce_update(self, block_index: int) -> None:
         """From now on reads of this block wait for its publication. Does not block."""
         order = self._open_block(block_index)[1]

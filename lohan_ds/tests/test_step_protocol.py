@@ -11,6 +11,7 @@ from lohan_ds.step_protocol import Stage, StepProtocol
 
 NUM_BLOCKS = 4
 SHADOWS = [True, True, False, True]
+IN_HOST_MEMORY = {1, 2, 3}
 
 
 class OneTrainingRun(RuleBasedStateMachine):
@@ -108,6 +109,24 @@ class OneTrainingRun(RuleBasedStateMachine):
                 assert block < top, "interrupted for a later block"
             self.running[block] = (*self.due[block][:2], "decided")
         self.begun.append(block)
+
+    @precondition(lambda self: self.begun and not set(self.running) - set(self.begun))
+    @rule()
+    def take_aside(self):
+        top = self.begun[-1]
+        top_stage, waiting = self.protocol.stage(top), [b for b in self.due if self.protocol.stage(b) is Stage.DUE]
+        block = self.protocol.take_aside(top, IN_HOST_MEMORY.__contains__)
+        if block is None:
+            of_step = [b for b in waiting if b in IN_HOST_MEMORY and self.due[b][0] == self.due.get(top, (None,))[0]]
+            assert top_stage is not Stage.UPDATING or not of_step
+            return
+        assert block in IN_HOST_MEMORY and block not in self.running and top_stage is not Stage.DROPPED
+        if self.protocol.stage(block) is Stage.SPECULATING:
+            assert SHADOWS[block] and not waiting and self.in_backward and top_stage is Stage.SPECULATING
+            self.running[block] = (self.step, self.grads[block], "speculative")
+        else:
+            assert self.due[block][0] == self.due[top][0]
+            self.running[block] = (*self.due[block][:2], "decided")
 
     @precondition(lambda self: self.begun)
     @rule()
