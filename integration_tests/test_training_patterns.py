@@ -850,11 +850,11 @@ class LiveBuffers:
         take = buffers.take
 
         def watched(block):
-            buffer = take(block)
+            buffer, mark = take(block)
             if block.param_bytes == nbytes:
                 ref = StorageWeakRef(buffer.untyped_storage())
                 self._refs[ref.cdata] = ref
-            return buffer
+            return buffer, mark
 
         buffers.take = watched
 

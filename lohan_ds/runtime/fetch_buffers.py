@@ -1,14 +1,18 @@
 """The buffers that fetched blocks lie in, and the pinned ones they pass through on their way to a device.
 
 [Note: buffers]
-A host buffer is used again only when nothing else refers to its storage, so a view that somebody kept (a value of an
-old `state_dict()`, a recomputed tensor) stays valid and keeps its values.
+A buffer is used again only when nothing else refers to its storage, so a view that somebody kept (a value of an old
+`state_dict()`, a recomputed tensor) stays valid and keeps its values. On a device it may be written to once the
+compute work is over that was queued when it was given back. Memory that the allocator gives has no known past: it may
+be written to only after all work queued by now, and since the device lags behind the training thread, such a copy comes
+too late to hide under the unit before.
 """
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,59 +24,41 @@ logger = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
 
 
-class DeviceFetchBuffers:
-    """On an accelerator with memory of its own: torch's caching allocator does all of it."""
+class FetchBuffers:
+    """Idle ones are kept, within `planned_bytes` with those in use. Called under the streamer's lock."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def take(self, block: Block) -> Tensor:
-        """(block.numel,) of the block's dtype, on the device."""
-        return torch.empty(block.numel, dtype=getattr(torch, block.dtype), device=self._device)
-
-    def give(self, buffer: Tensor) -> None:
-        """The buffer is not needed any more."""
-
-    def lose(self, buffer: Tensor) -> None:
-        """Its fetch failed, and may still be writing to it."""
-
-    def clear(self) -> None:
-        """Lets go of what is idle."""
-
-
-class HostFetchBuffers:
-    """Where the accelerator's memory is the host's: idle buffers are kept, within `planned_bytes` with those in use.
-
-    Called under the streamer's lock.
-    """
-
-    def __init__(self, planned_bytes: int):
-        self._planned_bytes = planned_bytes
-        self._idle: deque[Tensor] = deque()   # uint8, oldest first
+    def __init__(self, planned_bytes: int, device: torch.device, compute_mark: Callable[[], Any]):
+        """`compute_mark()`: as `Streams` has it."""
+        self._planned_bytes, self._device, self._compute_mark = planned_bytes, device, compute_mark
+        self._idle: deque[tuple[Tensor, Any]] = deque()   # uint8, and the mark since when; oldest first
         self._in_use_bytes = 0
 
     @property
     def nbytes(self) -> int:
         """Of all buffers, in use and idle."""
-        return self._in_use_bytes + sum(raw.nbytes for raw in self._idle)
+        return self._in_use_bytes + sum(raw.nbytes for raw, _ in self._idle)
 
-    def take(self, block: Block) -> Tensor:
-        """(block.numel,) of the block's dtype, 4096-aligned."""
+    def take(self, block: Block) -> tuple[Tensor, Any]:
+        """(block.numel,) of the block's dtype, on the device, in host memory 4096-aligned; and the mark after which it
+        may be written to."""
         self._in_use_bytes += block.param_bytes
-        for i, raw in enumerate(self._idle):
+        dtype = getattr(torch, block.dtype)
+        for i, (raw, mark) in enumerate(self._idle):
             # two uses: ours and the one made to ask; more, and somebody keeps a view of it
             if raw.nbytes == block.param_bytes and torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:
                 del self._idle[i]
-                return raw.view(getattr(torch, block.dtype))
+                return raw.view(dtype), mark
         self._trim()
+        if self._device.type != "cpu":
+            return torch.empty(block.numel, dtype=dtype, device=self._device), self._compute_mark()
         raw = torch.empty(block.param_bytes + _PAGE_BYTES, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE_BYTES
-        return raw[start:start + block.param_bytes].view(getattr(torch, block.dtype))
+        return raw[start:start + block.param_bytes].view(dtype), self._compute_mark()
 
     def give(self, buffer: Tensor) -> None:
-        """The buffer is not needed any more."""
+        """The buffer is not needed any more by what is queued from now on. Training or autograd thread."""
         self._in_use_bytes -= buffer.nbytes
-        self._idle.append(buffer.view(torch.uint8))
+        self._idle.append((buffer.view(torch.uint8), self._compute_mark()))
         self._trim()
 
     def lose(self, buffer: Tensor) -> None:

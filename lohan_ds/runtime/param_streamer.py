@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_ds.block import Block
 from lohan_ds.errors import StepError
-from lohan_ds.runtime.fetch_buffers import DeviceFetchBuffers, HostFetchBuffers, StagingRing
+from lohan_ds.runtime.fetch_buffers import FetchBuffers, StagingRing
 from lohan_ds.runtime.param_edits import ParamEdits
 from lohan_ds.runtime.recorder import Recorder, stalling
 from lohan_ds.runtime.released_parameter import mark_released, mark_resident, mark_watched
@@ -80,7 +80,7 @@ class ParamStreamer:
         self._accessed: deque[int] = deque()     # blocks fetched by a look from outside a unit, oldest first
         largest = sorted((sum(blocks[b].param_bytes for b in unit.blocks) for unit in units), reverse=True)
         planned_bytes = sum(largest[:prefetch_depth + 2])   # as planner/memory_model.py counts them
-        self.buffers = HostFetchBuffers(planned_bytes) if streams.unified else DeviceFetchBuffers(device)
+        self.buffers = FetchBuffers(planned_bytes, device, streams.compute_mark)
         self._staging = StagingRing(take_staging, prefetch_depth + 2, max(b.param_bytes for b in blocks)) \
             if take_staging is not None else None
         self._next_unit: dict[tuple[bool, int], int] = {}   # (in backward, unit) -> the unit that followed it last time
@@ -286,13 +286,12 @@ class ParamStreamer:
             return
         block = self._blocks[b]
         with torch.inference_mode(False):   # else a later training forward could not save what lies in it
-            buffer = self.buffers.take(block)
+            buffer, mark = self.buffers.take(block)
         if self._staging is None:
             work = self._store.read_params(b, buffer)
         else:
             raw = self._staging.take()
             staging = raw[:block.param_bytes].view(buffer.dtype)
-            mark = self._streams.compute_mark()
             work = self._store.read_params(b, staging).then(
                 lambda _: self._streams.h2d(buffer, staging, after=mark))
             self._staging.in_use(raw, work)

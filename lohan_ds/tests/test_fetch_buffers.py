@@ -4,42 +4,54 @@ import pytest
 import torch
 
 from lohan_ds.block import make_block
-from lohan_ds.runtime.fetch_buffers import HostFetchBuffers, StagingRing
+from lohan_ds.runtime.fetch_buffers import FetchBuffers, StagingRing
 from lohan_ds.work import Work
 
 BLOCK = make_block(0, "layer", "bfloat16", [("w", (3000,), 0)], 2048)
+CPU = torch.device("cpu")
 OTHER = make_block(1, "head", "float32", [("w", (9000,), 0)], 2048)
 
 
 def test_a_buffer_is_used_again_only_when_nobody_has_a_view_of_it():
-    buffers = HostFetchBuffers(10 * BLOCK.param_bytes)
-    first = buffers.take(BLOCK)
+    buffers = FetchBuffers(10 * BLOCK.param_bytes, CPU, lambda: None)
+    first, _ = buffers.take(BLOCK)
     assert first.shape == (BLOCK.numel,) and first.dtype == torch.bfloat16 and first.data_ptr() % 4096 == 0
     view, address = first[5:7].fill_(3), first.data_ptr()
     buffers.give(first)
     del first
-    second = buffers.take(BLOCK)
+    second, _ = buffers.take(BLOCK)
     assert second.data_ptr() != address and view.tolist() == [3, 3]
     del view
-    assert buffers.take(BLOCK).data_ptr() == address
+    assert buffers.take(BLOCK)[0].data_ptr() == address
 
 
 def test_what_is_idle_stays_within_the_plan():
-    buffers = HostFetchBuffers(2 * BLOCK.param_bytes + OTHER.param_bytes)
-    held = [buffers.take(BLOCK) for _ in range(2)]
+    buffers = FetchBuffers(2 * BLOCK.param_bytes + OTHER.param_bytes, CPU, lambda: None)
+    held = [buffers.take(BLOCK)[0] for _ in range(2)]
     for buffer in held:
         buffers.give(buffer)
     held.clear()
     assert buffers.nbytes == 2 * BLOCK.param_bytes
-    large = buffers.take(OTHER)
+    large, _ = buffers.take(OTHER)
     assert buffers.nbytes == 2 * BLOCK.param_bytes + OTHER.param_bytes
-    larger = buffers.take(OTHER)
+    larger, _ = buffers.take(OTHER)
     assert buffers.nbytes == 2 * OTHER.param_bytes   # over the plan by what is in use: nothing idle is kept
     buffers.lose(larger)
     buffers.give(large)
     assert buffers.nbytes == OTHER.param_bytes
     buffers.clear()
     assert buffers.nbytes == 0
+
+
+def test_a_buffer_waits_only_for_what_was_queued_when_it_was_given_back():
+    marks = iter(range(10))
+    buffers = FetchBuffers(3 * BLOCK.param_bytes, CPU, lambda: next(marks))
+    (first, new), (second, newer) = buffers.take(BLOCK), buffers.take(BLOCK)
+    assert (new, newer) == (0, 1), "what the allocator gives waits for all that is queued"
+    buffers.give(first)
+    buffers.give(second)
+    del first, second
+    assert [buffers.take(BLOCK)[1], buffers.take(BLOCK)[1], buffers.take(BLOCK)[1]] == [2, 3, 4]
 
 
 class Copy:
