@@ -6,10 +6,11 @@ a forgotten wait into a wrong number. staged_streams.py has one around another, 
 [Note: what orders what]
 An h2d copy writes memory that the allocator may have taken from a tensor whose last kernel is still queued on the
 compute stream, so it runs after the work queued up to `compute_mark()`, taken in the training thread when the
-destination was allocated, or when it was given back last (fetch_buffers.py). A d2h copy reads what compute produced, so it runs after all compute work queued when it was
-submitted. Copies of one direction run in the order of submission. Nothing else is ordered: whoever reads a destination
-in compute calls `compute_wait()` first; whoever reads it on the host, or reuses or overwrites the *source* of a copy,
-calls `host_wait()` first (for a device-side source `compute_wait()` is enough).
+destination was allocated, or when it was given back last (fetch_buffers.py). A d2h copy reads what compute produced, so
+it runs after all compute work queued when it was submitted. Copies of one direction run in the order of submission.
+Nothing else is ordered: whoever reads a destination in compute calls `compute_wait()` first; whoever reads it on the
+host, or reuses or overwrites the *source* of a copy, calls `host_wait()` first (for a device-side source
+`compute_wait()` is enough).
 """
 from __future__ import annotations
 
