@@ -111,6 +111,18 @@ class Work:
         self.on_done(run)
         return follow
 
+    def first_calling(self, fn: Callable[[], Any]) -> Work:
+        """A Work that ends as this one does, once `fn()` has returned: whoever waits for it comes after that. A
+        callback of this one would not do: who comes between its end and its callbacks is served at once."""
+        follow = Work(holds=self)
+
+        def end() -> None:
+            fn()
+            follow._end(self._value, self._error)
+
+        self.on_done(end)
+        return follow
+
     def on_done(self, fn: Callable[[], Any]) -> None:
         """Calls `fn()` once the work has ended, well or not; at once if it has already."""
         with self._lock:

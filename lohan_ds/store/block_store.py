@@ -286,9 +286,7 @@ class BlockStore:
             return slots[where.target].save(chunk, arrays, for_step)
 
         saved = where.drained.then(save)
-        if feeds:
-            saved.on_done(lambda: self._feeds.written(block_index, chunk))   # before the caller takes the buffer back
-        return saved
+        return saved.first_calling(lambda: self._feeds.written(block_index, chunk)) if feeds else saved
 
     def _read_or_feed(self, block_index: int, out: Tensor) -> Work:
         slots, order = self._slots[block_index], self._orders[block_index]

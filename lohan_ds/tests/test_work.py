@@ -74,3 +74,25 @@ def test_the_first_of_several(fails):
     assert first.wait() is None
     slow.finish()
     assert Work.first_of([slow, Work()]).done()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_sees_the_end_before_what_is_called_first(fails):
+    """Also not who comes while it is being called."""
+    work, entered, go_on, order = Work(), threading.Event(), threading.Event(), []
+
+    def called_first():
+        entered.set()
+        assert go_on.wait(10)
+        order.append("first")
+
+    follow = work.first_calling(called_first)
+    error = OSError("gone")
+    thread = threading.Thread(target=lambda: work.fail(error) if fails else work.finish(3))
+    thread.start()
+    assert entered.wait(10) and work.done() and not follow.done()
+    follow.on_done(lambda: order.append("then"))
+    go_on.set()
+    thread.join()
+    assert order == ["first", "then"]
+    assert follow.exception() is error if fails else follow.wait() == 3
