@@ -112,6 +112,8 @@ class LohanOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def _take_gradient(self, block_index: int, slot: int, param: nn.Parameter) -> None:
         with torch._C.DisableTorchFunctionSubclass():   # the parameter is watched now
             grad, param.grad = param.grad, None
+        if grad is None:   # an autograd.Function gave none
+            return
         if grad.is_sparse:
             raise ConfigError(f"{self._slot(block_index, slot).name} has a sparse gradient; set sparse=False in its "
                               "nn.Embedding")

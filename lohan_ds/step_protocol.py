@@ -196,6 +196,13 @@ class StepProtocol:
             self._stages[block] = Stage.SPECULATING
         return block
 
+    def order(self, block: int) -> tuple[int, ...]:
+        """Of taken blocks, the one with the smallest goes first. What is not wanted ends at once."""
+        stage = self._stages[block]
+        if stage is Stage.UPDATING:
+            return 1, *self._place[block]
+        return (2, -self._arrival[block]) if stage is Stage.SPECULATING else (0,)
+
     def wanted(self, block: int) -> bool:
         """Whether the update of a taken block should go on."""
         return self._stages[block] is not Stage.DROPPED

@@ -36,6 +36,7 @@ from lohan_ds.store.io_threads import Urgency
 from lohan_ds.work import Work
 
 logger = logging.getLogger(__name__)
+_NUM_ASIDE = 2   # chunks of the block beside: Adam works on one, the next is copied
 
 
 class Run(NamedTuple):
@@ -79,6 +80,7 @@ class _Piece(NamedTuple):
     buffer: Tensor | None     # (chunk_buffer_bytes,) uint8; None if nothing of the block lies on SSD
     load: Work
     release: Callable[[Tensor], None]   # where the buffer goes back to
+    is_ahead: bool            # it was read ahead
 
 
 class Updater:
@@ -233,22 +235,34 @@ class Updater:
             self.fail(error)
 
     def _run(self) -> None:
-        """What is loaded is updated first; else one more chunk begins to load; else it waits for either."""
+        """Keeps the drives busy; of what is loaded, the chunk of the block that goes first is updated."""
         while True:
             with self._condition:
                 num_events = self._num_events
             self._obey_ahead_orders()
-            loaded = next((place for place, piece in enumerate(self._loading) if piece.load.done()), None)
-            if loaded is not None:
-                piece = self._loading[loaded]
-                del self._loading[loaded]
+            while self._load_next():
+                pass
+            self._load_aside()
+            piece = self._take_loaded()
+            if piece is not None:
                 self._process(piece)
-            elif not self._load_next() and not self._load_aside():
-                with self._condition:
-                    if (self._stopping or self._error is not None) and not (
-                            self._loading or self._begun or self._aside):
-                        return
-                    self._condition.wait_for(lambda: self._num_events != num_events)   # noqa: B023 - at once
+                continue
+            with self._condition:
+                if self._num_events != num_events:
+                    continue   # there may be something to do, also before it ends
+                if (self._stopping or self._error is not None) and not (self._loading or self._begun or self._aside):
+                    return
+                self._condition.wait_for(lambda: self._num_events != num_events)   # noqa: B023 - at once
+
+    def _take_loaded(self) -> _Piece | None:
+        loaded = [place for place, piece in enumerate(self._loading) if piece.load.done()]
+        if not loaded:
+            return None
+        with self._condition:
+            first = min(loaded, key=lambda place: self._protocol.order(self._loading[place].job.update.block.index))
+        piece = self._loading[first]
+        del self._loading[first]
+        return piece
 
     def _load_next(self) -> bool:
         """Takes a block, begins to load a chunk, or ends a block that is not wanted; False if none of these can be done
@@ -265,18 +279,17 @@ class Updater:
             self._begun.pop()
         return True
 
-    def _load_aside(self) -> bool:
-        """While the block that goes on waits for the drives, one that does not need them does, a chunk at a time."""
-        if self._aside is None and self._begun:
+    def _load_aside(self) -> None:
+        """While the block that goes on waits for the drives, one that does not need them does, chunk by chunk."""
+        if self._aside is None and self._begun and not self._needs_no_drive(self._begun[-1].update.block.index):
             with self._condition:
                 block_index = self._protocol.take_aside(self._begun[-1].update.block.index, self._needs_no_drive)
                 self._aside = None if block_index is None else self._job_of(block_index)
-        if self._aside is None or any(piece.job is self._aside for piece in self._loading):
-            return False
+        if self._aside is None or sum(piece.job is self._aside for piece in self._loading) >= _NUM_ASIDE:
+            return
         self._load_chunk_of(self._aside)
         if not self._aside.left:
             self._aside = None
-        return True
 
     def _load_chunk_of(self, job: _Job) -> bool:
         """Its next chunk, if it is still wanted; False if that cannot be done now."""
@@ -344,23 +357,27 @@ class Updater:
     def _begin_to_load(self, job: _Job) -> _Piece | None:
         """The next chunk of a block; None if it was not read ahead, and cannot be read now."""
         block_index, (chunk, runs) = job.update.block.index, job.left[0]
+        is_on_host = self._needs_no_drive(block_index)
+        alike = sum((piece.buffer is None) == is_on_host for piece in self._loading
+                    if not piece.is_ahead and piece.job is not self._aside)
         ahead = self._ahead.take(block_index, chunk)
         if ahead is not None:
             buffer, release = ahead.buffer, self._ahead.release
             writable = self._store.writable(block_index, job.speculative)
             load = writable.then(lambda _: ahead.load)
+        elif alike >= self._num_loading and job is not self._aside:
+            return None
         else:
             buffer, release = None, self._ring.release
-            if not self._needs_no_drive(block_index):
-                num_reading = sum(piece.buffer is not None for piece in self._loading)
-                buffer = self._ring.try_acquire() if num_reading < self._num_loading else None
+            if not is_on_host:
+                buffer = self._ring.try_acquire()
                 if buffer is None:
                     return None
             load = self._store.load_chunk(block_index, chunk, buffer, job.speculative, job.update.for_step)
         job.left.popleft()
         job.num_loading += 1
         load.on_done(self._wake)
-        return _Piece(job, chunk, runs, buffer, load, release)
+        return _Piece(job, chunk, runs, buffer, load, release, ahead is not None)
 
     def _process(self, piece: _Piece) -> None:
         job, update = piece.job, piece.job.update

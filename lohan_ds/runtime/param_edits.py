@@ -28,18 +28,20 @@ class ParamEdits:
         self._blocks, self._params, self._residences = blocks, params, residences
         self._store, self._on_edit = store, on_edit
 
-    def write_back(self, b: int) -> None:
-        """The store gets the values of a resident block that are others than when it was fetched. StepError if a
-        parameter was replaced by one of another size."""
+    def write_back(self, b: int) -> bool:
+        """The store gets the values of a resident block that are others than when it was fetched. Whether a parameter
+        has other memory than its place in the buffer now. StepError if it was replaced by one of another size."""
         residence, block = self._residences[b], self._blocks[b]
-        edits, is_traced = [], True
+        edits, is_traced, has_moved = [], True, False
         for slot, (info, param, seen) in enumerate(zip(block.slots, self._params[b], residence.seen_versions)):
             in_buffer = residence.buffer[info.offset:info.offset + info.numel]
             with torch._C.DisableTorchFunctionSubclass():   # this is no look
                 values, version = param.data.reshape(-1), param._version
             moved = values.data_ptr() != in_buffer.data_ptr()
+            has_moved |= moved
             if not (moved or residence.looked_at or version != seen):
                 continue
+            residence.seen_versions[slot] = version
             if residence.is_lent and not moved:
                 edits.append((slot, values.clone()))   # of the store's tensor: nothing is left to compare with
             else:
@@ -57,6 +59,7 @@ class ParamEdits:
             self._on_edit(b, slot, values)
         if not is_traced:
             residence.version += 1
+        return has_moved
 
     def version(self, b: int) -> Hashable:
         """Changes with every update and edit of the block."""

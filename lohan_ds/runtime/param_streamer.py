@@ -125,7 +125,9 @@ class ParamStreamer:
             for b in self._units[index].blocks:
                 residence = self._residence[b]
                 if residence.state is Residency.RESIDENT and not residence.num_running and not _in_backward():
-                    self._edits.write_back(b)   # made before this forward, so that its graph is not stale
+                    has_moved = self._edits.write_back(b)   # made before this forward: its graph is not stale
+                    if has_moved and not residence.num_gathered:
+                        self._drop(b)   # what is saved of it is to be known as ours
                 residence.num_running += 1
             self._enter(index)
 
@@ -407,8 +409,20 @@ class ParamStreamer:
                 if b in self._accessed:
                     self._accessed.remove(b)
                 self._accessed.append(b)
-            while len(self._accessed) > max(self._prefetch_depth + 2, len(wanted)):
-                self._release(self._accessed.popleft())
+            for b in list(self._accessed):
+                if len(self._accessed) <= max(self._prefetch_depth + 2, len(wanted)):
+                    break
+                if b not in wanted and not self._is_held(b):   # else it may be edited yet, and takes its memory anyway
+                    self._accessed.remove(b)
+                    self._release(b)
+
+    def _is_held(self, b: int) -> bool:
+        """Whether somebody has a view of the block's buffer."""
+        buffer = self._residence[b].buffer
+        if buffer is None or not self._residence[b].looked_at:
+            return False
+        ours = 2 + len(self._params[b])   # the buffer, the one made to ask, and a view for each parameter
+        return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > ours
 
     def _handed_out(self, params: Sequence[nn.Parameter]) -> None:
         with self._lock:

@@ -78,15 +78,14 @@ class ReleasedParameter(nn.Parameter):
 
 def _hands_out(result: Any, params: list[nn.Parameter]) -> bool:
     """Whether what an operation gave allows to change these parameters' values unseen: `_version` counts neither what
-    is done through `.data`, `.detach().numpy()` or an address, nor what torch's fused optimizers do. A view within a
-    graph does not count: its changes are seen, or refused by autograd."""
+    is done through `.data`, `.detach().numpy()` or an address, of a view too, nor what torch's fused optimizers do."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return True
     with torch._C.DisableTorchFunctionSubclass():
         storages = {param.untyped_storage().data_ptr() for param in params}
-        return any(tensor.layout is torch.strided and not tensor.requires_grad
-                   and tensor.untyped_storage().data_ptr() in storages for tensor in tensors)
+        return any(tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in storages
+                   for tensor in tensors)
 
 
 def mark_released(param: nn.Parameter, placeholder: torch.Tensor) -> None:

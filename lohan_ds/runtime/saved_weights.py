@@ -41,7 +41,7 @@ class WeightHooks(NamedTuple):
 
 
 class SavedWeights:
-    """Under the streamer's lock: `_block_of_storage`. Of the training thread: `_num_open` and the hooks."""
+    """Under the streamer's lock: `_block_of_storage`. Of the training thread: the hooks."""
 
     def __init__(self, residences: list[Residence], make_resident: Callable[[int], None], name_of: Callable[[int], str],
                  in_place_version: Callable[[int, int], int], lock: threading.RLock):
@@ -49,7 +49,6 @@ class SavedWeights:
         self._residences, self._make_resident, self._name_of, self._lock = residences, make_resident, name_of, lock
         self._in_place_version = in_place_version
         self._block_of_storage: dict[int, int] = {}
-        self._num_open = 0                        # contexts of `hooks` that are open
         self._hooks: tuple[Callable, Callable] = (self._pack, self.unpack)
 
     def add(self, block: int, buffer: Tensor) -> None:
@@ -67,16 +66,12 @@ class SavedWeights:
     def hooks(self) -> Iterator[None]:
         """Context for a forward, or a backward that computes forwards again; see [Note: saved weights]."""
         with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
-            self._num_open += 1
-            try:
-                yield
-            finally:
-                self._num_open -= 1
+            yield
 
     def hooks_for_look(self) -> contextlib.AbstractContextManager[None]:
         """Context for one operation on released parameters. A checkpoint must not find our hooks inside its own."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        return contextlib.nullcontext() if self._num_open or in_backward else self.hooks()
+        some_are_open = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return contextlib.nullcontext() if some_are_open else self.hooks()
 
     def pack_weight(self, tensor: Tensor) -> SavedWeight | None:
         """What to keep instead of a tensor, None if it lies in no block."""

@@ -127,6 +127,8 @@ class Twin:
         """
         def accumulate(param: Tensor) -> None:
             grad, param.grad = param.grad, None
+            if grad is None:   # an autograd.Function gave none
+                return
             if name in self._main_grad:
                 self._main_grad[name] += grad.cpu().float()
             else:
