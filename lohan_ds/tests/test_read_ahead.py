@@ -21,9 +21,10 @@ HYPER = AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.0, True)
 
 
 @contextlib.contextmanager
-def store_of(tmp_path, io=None, param_tier="ssd", shadow=False, dtype="bfloat16", state_tier=("ssd",) * 4):
-    """Three trained blocks of two chunks and a frozen one."""
-    blocks = [make_block(i, f"b{i}", dtype, [("p", (4000,), None if i == 1 else 0)], 2048) for i in range(4)]
+def store_of(tmp_path, io=None, param_tier="ssd", shadow=False, dtype="bfloat16", state_tier=("ssd",) * 4,
+             numel=4000):
+    """Three trained blocks, of two chunks if nothing else is said, and a frozen one."""
+    blocks = [make_block(i, f"b{i}", dtype, [("p", (numel,), None if i == 1 else 0)], 2048) for i in range(4)]
     plan = OffloadPlan((param_tier,) * 4, state_tier, "deferred", 1, 2048, 3, False, shadow=shadow)
     pool, io = PinnedPool(MemoryBudget("host", 1 << 28), pin=False), io or make_ssd_io(2)
     store = BlockStore(blocks, plan, pool, io, [str(tmp_path / "run")])

@@ -2,10 +2,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
+from lohan_ds import updater as updater_module
+from lohan_ds.adam import adam_update_
+from lohan_ds.errors import StepError
 from lohan_ds.store.ssd_io import ThreadSsdIo
 from lohan_ds.tests.test_read_ahead import HYPER, store_of
 from lohan_ds.updater import BlockUpdate, Run, Updater
@@ -25,11 +29,11 @@ class HeldReads(ThreadSsdIo):
         return super()._pread(fd, view, offset)
 
 
-def updates_of(blocks, step):
+def updates_of(blocks, step, numel=4000):
     def grads(block):
         return torch.randn(block.numel, generator=torch.Generator().manual_seed(10 * step + block.index)).bfloat16()
 
-    return [BlockUpdate(b, (Run(0, 4000, HYPER, step),), grads(b), 0.5) for b in blocks if b.trainable]
+    return [BlockUpdate(b, (Run(0, numel, HYPER, step),), grads(b), 0.5) for b in blocks if b.trainable]
 
 
 def masters(store, blocks):
@@ -77,3 +81,51 @@ def _after(seconds: float) -> Work:
     timer.daemon = True
     timer.start()
     return work
+
+
+def test_a_block_beside_another_goes_on_in_its_turn(tmp_path, monkeypatch):
+    """Where the drives keep up, it is not overtaken by the blocks after it."""
+    def slow_adam(*args):
+        time.sleep(0.003)
+        adam_update_(*args)
+
+    monkeypatch.setattr(updater_module, "adam_update_", slow_adam)
+    order = []
+    tiers, numel = ("ssd", "ssd", "host", "ssd"), 8 * 2048
+    with store_of(tmp_path, ThreadSsdIo(2), "host", state_tier=tiers, numel=numel) as (blocks, store, pool):
+        updater = Updater(blocks, store, pool, 3)
+        updater.on_span = lambda name, *_: order.append(name)
+        for step in (1, 2, 3):
+            updater.open_step(False, 1e9)
+            updater.decide(updates_of(blocks, step, numel), False)
+            updater.drain()
+            assert order.index("b3") > max(place for place, name in enumerate(order) if name == "b2"), order
+            order.clear()
+        updater.close()
+
+
+@pytest.mark.timeout(30)
+def test_what_was_decided_just_before_the_end_fails_and_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """The updating thread has looked and found nothing when step() decides and the engine is closed."""
+    has_looked, go_on = threading.Event(), threading.Event()
+    load_aside = Updater._load_aside
+
+    def held(self):
+        load_aside(self)
+        has_looked.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(Updater, "_load_aside", held)
+    with store_of(tmp_path) as (blocks, store, pool):
+        updater = Updater(blocks, store, pool, 3)
+        updates = updates_of(blocks, 1)
+        assert has_looked.wait(10)
+        updater.open_step(False, 1e9)
+        updater.decide(updates, False)
+        updater.stop()
+        go_on.set()
+        with pytest.raises(StepError, match="closed while an update was under way"):
+            Work.first_of([store.published(0), _after(10)]).wait()
+            updater.drain()
+        assert store.published(0).done()
+        updater.close()
